@@ -325,12 +325,12 @@ class Comparison(Shown):
     def __repr__(self) -> str:
         from ebbench.report import comparison
 
-        said = [
-            comparison.verdict_sentence(comparison_of_load, other)
+        verdicts = [
+            comparison.verdict_sentence(comparison_of_load, policy)
             for comparison_of_load in self.compared.comparisons
-            for other in comparison_of_load.others
+            for policy in comparison_of_load.others
         ]
-        return f"<Comparison: {' '.join(said)}>"
+        return f"<Comparison: {' '.join(verdicts)}>"
 
     def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
         from ebbench.report import comparison
@@ -347,8 +347,8 @@ _PRE = '<pre style="line-height:normal">{code}</pre>'
 
 
 def _html(document: Document, chart: Any = None) -> str:
-    told = replace(document, notes=tuple(named_as_keys(note) for note in document.notes))
-    return f"<div>{as_html(told, 'h4')}{'' if chart is None else _image(chart)}</div>"
+    renamed = replace(document, notes=tuple(named_as_keys(note) for note in document.notes))
+    return f"<div>{as_html(renamed, 'h4')}{'' if chart is None else _image(chart)}</div>"
 
 
 def _image(chart: Any) -> str:
@@ -498,26 +498,26 @@ async def run_async(
     workload: str, *, policies: Sequence[str] | str | None = None, progress: OnProgress = None, **settings: Any
 ) -> Runs:
     """As :func:`run`, beside the event loop: other tasks go on meanwhile. ``progress`` is called in another thread."""
-    return await _beside(partial(run, workload, policies=policies, progress=progress, **settings))
+    return await _in_thread(partial(run, workload, policies=policies, progress=progress, **settings))
 
 
 async def capacity_async(
     workload: str, *, goodput: str, progress: OnProgress = None, **settings: Any
 ) -> CapacityResult:
     """As :func:`capacity`, beside the event loop. ``progress`` is called in another thread."""
-    return await _beside(partial(capacity, workload, goodput=goodput, progress=progress, **settings))
+    return await _in_thread(partial(capacity, workload, goodput=goodput, progress=progress, **settings))
 
 
 async def plan_async(
     workload: str, *, request_rate: float, goodput: str, progress: OnProgress = None, **settings: Any
 ) -> PlanResult:
     """As :func:`plan`, beside the event loop. ``progress`` is called in another thread."""
-    return await _beside(
+    return await _in_thread(
         partial(plan, workload, request_rate=request_rate, goodput=goodput, progress=progress, **settings)
     )
 
 
-async def _beside(work: Callable[[], T]) -> T:
+async def _in_thread(work: Callable[[], T]) -> T:
     """The result of ``work`` in a thread of its own. Cancelled, it stops as by Ctrl-C and is waited for."""
     signals, stopped = Signals(), list[BaseException]()
 

@@ -23,7 +23,7 @@ from ebbench.analysis import trend
 from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.metrics import itl_ns, tpot_ns
 from ebbench.analysis.summary import Summary, summarise
-from ebbench.analysis.units import FIGURES, HIGHER_IS_BETTER, GateUnit
+from ebbench.analysis.units import FIGURES, GateUnit, is_higher_better
 from ebbench.config.topology import PoolSpec, TopologySpec, parse_topology
 from ebbench.errors import DataError, UsageError
 from ebbench.records import files
@@ -48,7 +48,7 @@ _PERCENTILES = {
 def llm_d_report(run: Run, summary: Summary) -> dict[str, Any]:
     """The report of one run. Raises DataError if a file of the run is damaged."""
     columns = RequestColumns.of(run.table("requests", NEEDED))
-    parts = _parts(run)
+    parts = _pool_parts(run)
     used = [{"component_label": part.label, "aggregate": use} for part in parts if (use := _engine_use(run, part))]
     return {
         "version": VERSION,
@@ -87,25 +87,25 @@ class _Part(NamedTuple):
     units: range | None = None
 
 
-def _parts(run: Run) -> list[_Part]:
+def _pool_parts(run: Run) -> list[_Part]:
     m = run.manifest
     if m.engine == "endpoint":
         return [_Part(_LABEL, "replica", 1, _UNKNOWN, {})]
     if "topology" not in m.facts:
-        return [_part(_LABEL, "replica", PoolSpec(instances=int(m.facts.get("replicas", 1))))]
+        return [_pool_part(_LABEL, "replica", PoolSpec(instances=int(m.facts.get("replicas", 1))))]
     topology = _topology(m.facts)
     if topology is None:
         return [_Part(_LABEL, "replica", 1, int(m.facts.get("gpus", _UNKNOWN)), {})]
     if topology.prefill is None or topology.decode is None:
-        return [_part(_LABEL, "replica", pool) for pool in topology.pools]
+        return [_pool_part(_LABEL, "replica", pool) for pool in topology.pools]
     first = topology.prefill.units  # the steps table numbers the units of the prefill pool first
     return [
-        _part("prefill-0", "prefill", topology.prefill, range(first)),
-        _part("decode-0", "decode", topology.decode, range(first, first + topology.decode.units)),
+        _pool_part("prefill-0", "prefill", topology.prefill, range(first)),
+        _pool_part("decode-0", "decode", topology.decode, range(first, first + topology.decode.units)),
     ]
 
 
-def _part(label: str, role: str, pool: PoolSpec, units: range | None = None) -> _Part:
+def _pool_part(label: str, role: str, pool: PoolSpec, units: range | None = None) -> _Part:
     parallelism = {"tp": pool.tp, "dp": pool.dp, "ep": pool.ep}
     return _Part(label, role, pool.instances, pool.tp * pool.dp, parallelism, units)
 
@@ -442,7 +442,7 @@ def otava_config(series: Sequence[Series]) -> str:
 
 
 def _direction(name: str) -> int:
-    return 1 if name in HIGHER_IS_BETTER else -1
+    return 1 if is_higher_better(name) else -1
 
 
 def export(kind: str, runs: Sequence[Run], directory: Path) -> list[Path]:
@@ -489,7 +489,7 @@ def _names(runs: Sequence[Run]) -> list[str]:
 def _unique(run: Run, runs: Sequence[Run]) -> str:
     """The run directory's name, preceded by its parent's if another run has the same name."""
     name = run.path.resolve().name
-    same = [other for other in runs if other.path.resolve().name == name]
+    same = [candidate for candidate in runs if candidate.path.resolve().name == name]
     return name if len(same) == 1 else f"{run.path.resolve().parent.name}-{name}"
 
 

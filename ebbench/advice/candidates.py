@@ -222,7 +222,11 @@ def expected_load(question: AdviceQuestion, store: RunStore) -> ExpectedLoad:
     outputs = plan.table["output_tokens"].to_numpy()
     fit = analyse_lengths(outputs).censored
     mu_o, mu_l = float(outputs.mean()), float(plan.table["input_tokens"].to_numpy().mean())
-    concurrency = max(phase.max_concurrency for phase in plan.phases) if plan.closed_loop else _seen(question, store)
+    concurrency = (
+        max(phase.max_concurrency for phase in plan.phases)
+        if plan.closed_loop
+        else _mean_open_requests(question, store)
+    )
     return ExpectedLoad(
         mu_l, mu_o, fit.p0 if fit else 1 / mu_o, fit.eta if fit else 0.0,
         min(concurrency, plan.max_concurrency or concurrency), open_loop=not plan.closed_loop,
@@ -230,7 +234,7 @@ def expected_load(question: AdviceQuestion, store: RunStore) -> ExpectedLoad:
     )  # fmt: skip
 
 
-def _seen(question: AdviceQuestion, store: RunStore) -> int:
+def _mean_open_requests(question: AdviceQuestion, store: RunStore) -> int:
     """Mean number of open requests in the candidates' runs, under v1 if it is one: rate times residence time
     (Little)."""
     policy = BASELINE if BASELINE in question.policies else question.policies[0]

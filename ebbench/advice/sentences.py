@@ -57,9 +57,9 @@ def _with_gains(rivals: Rivals) -> str:
 
 def _some(names: Iterable[str]) -> str:
     """At most MOST_NAMED names, and how many others there are."""
-    every = list(names)
-    left = len(every) - MOST_NAMED
-    return listed([*every[:MOST_NAMED], f"{left} other policies"] if left >= 2 else every)
+    all_names = list(names)
+    left = len(all_names) - MOST_NAMED
+    return listed([*all_names[:MOST_NAMED], f"{left} other policies"] if left >= 2 else all_names)
 
 
 def _simplest(equal: Rivals, ahead: Rivals, unsure: Rivals, seeds: int, level: bool) -> str:
@@ -207,7 +207,7 @@ def parameters(advice: Advice) -> list[str]:
     lines += _without_plugin(policy)
     topology = topology_asked(question)
     if topology is not None:
-        lines += map(sentence, rank_notes(policy, topology.pools[0].dp))
+        lines += [sentence(str(note)) for note in rank_notes(policy, topology.pools[0].dp)]
     return lines
 
 
@@ -263,7 +263,7 @@ def candidates(advice: Advice) -> Table:
     headers += [f"{'goodput' if limits else 'tokens/s'} over v1\n(95 % interval)", "TTFT\nmedian", "TPOT\nmedian"]
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
-    for score in _shown(advice):
+    for score in _scores_shown(advice):
         budget = [f"{score.max_num_batched_tokens}"] if advice.question.budgets else []
         cells = [*budget, rate(score.tokens_per_s)]
         if score.attainment is not None:
@@ -273,7 +273,7 @@ def candidates(advice: Advice) -> Table:
     return table
 
 
-def _shown(advice: Advice) -> list[PolicyScore]:
+def _scores_shown(advice: Advice) -> list[PolicyScore]:
     """Each policy at its best budget, or at the reference budget where no other is better by more than a tie.
 
     Of v1, the reference and its best other budget; and the chosen candidate in any case.
@@ -302,10 +302,10 @@ def left_out(advice: Advice) -> list[str]:
         "other is half a per cent better. --json has all"
     ]
     for seeds in sorted({policy.seeds for policy in advice.dropped}):
-        those = [policy for policy in advice.dropped if policy.seeds == seeds]
-        best = max(those, key=lambda policy: policy.behind_best)
+        dropped = [policy for policy in advice.dropped if policy.seeds == seeds]
+        best = max(dropped, key=lambda policy: policy.behind_best)
         lines.append(
-            f"{len(those)} candidates were dropped after {seeds} seed{'s' if seeds > 1 else ''}; the best of them, "
+            f"{len(dropped)} candidates were dropped after {seeds} seed{'s' if seeds > 1 else ''}; the best of them, "
             f"{best.policy} with B = {best.max_num_batched_tokens:,}, was {change(best.behind_best)} there against the "
             "best"
         )

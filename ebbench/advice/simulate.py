@@ -110,7 +110,7 @@ def search(question: AdviceQuestion, make: Make, objective: Callable[[RunSpec], 
         if seeds == question.seeds:
             break
         best = max(values.values())
-        kept = _kept(question, values)
+        kept = _next_round(question, values)
         dropped += [
             DroppedPolicy(*pair, seeds, values[pair] / best - 1 if best > 0 else 0.0)
             for pair in left
@@ -124,7 +124,7 @@ def _cells(question: AdviceQuestion, pair: BudgetedPolicy, seeds: int) -> list[R
     return [candidate(question, pair.policy, seed, pair.max_num_batched_tokens) for seed in range(seeds)]
 
 
-def _kept(question: AdviceQuestion, values: Mapping[BudgetedPolicy, float]) -> set[BudgetedPolicy]:
+def _next_round(question: AdviceQuestion, values: Mapping[BudgetedPolicy, float]) -> set[BudgetedPolicy]:
     """The pairs that go on to the next round."""
     ranked = sorted(values, key=lambda pair: -values[pair])  # stable: the reference budget first among equals
     kept = set(ranked[: max(-(-len(ranked) // FACTOR), FEWEST)])
@@ -266,7 +266,7 @@ def advise(question: AdviceQuestion, store: RunStore, searched: SearchResult, *,
         probe(concurrency_cells(question, load), store, log=True) if with_crossover else None,
         probe(mix_cells(question, load), store, log=False) if with_crossover else None,
         notes=(
-            *plan.warnings, *_caveats(question, store, searched.finalists),
+            *map(str, plan.warnings), *_caveats(question, store, searched.finalists),
             *filter(None, [time_note(plan.facts), _api_server(question, store, searched.finalists)]),
         ),
         dropped=searched.dropped, engines=engines,

@@ -41,7 +41,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.analysis.columns import MISSING, STATUSES, Ints, Mask, RequestColumns
-from ebbench.config.declare import named_settings, pairs_of, setting, settings_of
+from ebbench.config.declare import named_settings, setting, settings_of, split_all_pairs
 from ebbench.errors import UsageError
 from ebbench.records.manifest import PhaseFact
 from ebbench.records.schema import ABANDONED
@@ -79,10 +79,10 @@ class _OpenSessions:
     def first_and_last_at(self, level: float, start: int, end: int) -> tuple[int, int] | None:
         """First and last time in [start, end] with at least ``level`` open sessions."""
         until = np.append(self.time[1:], self.time[-1])
-        held = (self.count >= level) & (until > start) & (self.time < end)
-        if not held.any():
+        at_level = (self.count >= level) & (until > start) & (self.time < end)
+        if not at_level.any():
             return None
-        first, last = np.flatnonzero(held)[[0, -1]]
+        first, last = np.flatnonzero(at_level)[[0, -1]]
         return max(int(self.time[first]), start), min(int(until[last]), end)
 
 
@@ -109,9 +109,9 @@ def completed_sessions_per_s(columns: RequestColumns, windows: Sequence[Window])
 
 def session_ends_ns(columns: RequestColumns) -> Ints:
     """When the last request of each session ended; the largest integer for sessions that did not end."""
-    _, which = np.unique(columns.session, return_inverse=True)
-    last = np.full(which.max() + 1, np.iinfo(np.int64).min)
-    np.maximum.at(last, which, np.where(columns.end == MISSING, np.iinfo(np.int64).max, columns.end))
+    _, session_number = np.unique(columns.session, return_inverse=True)
+    last = np.full(session_number.max() + 1, np.iinfo(np.int64).min)
+    np.maximum.at(last, session_number, np.where(columns.end == MISSING, np.iinfo(np.int64).max, columns.end))
     return last
 
 
@@ -121,11 +121,11 @@ def _load(columns: RequestColumns) -> _OpenSessions:
     last = np.where(end == MISSING, columns.last_token[started], end)
     horizon = max(int(last.max()), int(intended.max()))
     last = np.where(last == MISSING, horizon, last)  # interrupted while open
-    _, which = np.unique(session, return_inverse=True)
-    opened = np.full(which.max() + 1, np.iinfo(np.int64).max)
-    closed = np.full(which.max() + 1, np.iinfo(np.int64).min)
-    np.minimum.at(opened, which, intended)
-    np.maximum.at(closed, which, last)
+    _, session_number = np.unique(session, return_inverse=True)
+    opened = np.full(session_number.max() + 1, np.iinfo(np.int64).max)
+    closed = np.full(session_number.max() + 1, np.iinfo(np.int64).min)
+    np.minimum.at(opened, session_number, intended)
+    np.maximum.at(closed, session_number, last)
     times, index = np.unique(np.concatenate([opened, closed]), return_inverse=True)
     change = np.zeros(len(times), np.int64)
     np.add.at(change, index[: len(opened)], 1)
@@ -227,7 +227,7 @@ def parse_class_slo(goodput: str, classes: Mapping[str, Mapping[str, Any]]) -> S
     ``classes``: by name, as in a plan's facts. Raises UsageError.
     """
     brought = {name: str(settings["goodput"]) for name, settings in classes.items() if settings.get("goodput")}
-    own = [f"{name}:{','.join(pairs_of([text]))}" for name, text in brought.items()]
+    own = [f"{name}:{','.join(split_all_pairs([text]))}" for name, text in brought.items()]
     return slo_from_limits(parse_slo(own).limits() | parse_slo([goodput]).limits())
 
 
@@ -239,7 +239,7 @@ def pairs_by_class(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
     for word in (word for text in texts for word in text.split()):
         name, _, rest = word.partition(":")
         named = ":" in rest and name not in METRICS and _PERCENTILE.match(rest) is None
-        for pair in pairs_of([rest if named else word]):
+        for pair in split_all_pairs([rest if named else word]):
             yield (name if named else ""), pair
 
 
@@ -350,8 +350,8 @@ def cost_and_energy(facts: Mapping[str, Any], metrics: Metrics, *, whole: bool =
         power.get("mean_w") if whole else None,
         power.get("peak_w") if whole else None,
         energy_j,
-        _each(energy_j, metrics.total_output_tokens),
-        _each(energy_j, metrics.completed),
+        _per_item(energy_j, metrics.total_output_tokens),
+        _per_item(energy_j, metrics.completed),
     )
 
 
@@ -360,7 +360,7 @@ def _cost(price_per_hour: float | None, rate_per_s: float | None, count: float) 
     return None if price_per_hour is None or not rate_per_s else price_per_hour / PER_HOUR_S / rate_per_s * count
 
 
-def _each(total: float | None, count: int) -> float | None:
+def _per_item(total: float | None, count: int) -> float | None:
     return None if total is None or not count else total / count
 
 
@@ -446,7 +446,7 @@ def measure(
     good = meets(columns, ok, slo) if slo else None
     met = None if good is None else int(good.sum())
     planned = int(chosen.sum())
-    left = chosen & (columns.status == ABANDONED)
+    abandoned = chosen & (columns.status == ABANDONED)
     answer_began = columns.answer_began
     e2el_ns, outputs = (columns.last_token - columns.intended)[ok], columns.output_tokens[ok]
     slow_ms = Distribution.of_ns(e2el_ns / np.maximum(outputs, 1)).p90
@@ -476,8 +476,8 @@ def measure(
         input_throughput=_rate(tokens_in, duration_s),
         token_goodput=None if good is None else _rate(int(columns.output_tokens[good].sum()), duration_s),
         prefix_hit_rate=_hit_rate(columns, ok & (columns.cached_tokens != MISSING)),
-        abandoned_input_tokens=int(columns.input_tokens[left & columns.prompt_computed].sum()),
-        abandoned_output_tokens=int(columns.output_tokens[left].sum()),
+        abandoned_input_tokens=int(columns.input_tokens[abandoned & columns.prompt_computed].sum()),
+        abandoned_output_tokens=int(columns.output_tokens[abandoned].sum()),
         ttfat=Distribution.of_ns((answer_began - columns.intended)[ok & (answer_began != MISSING)]),
         thinking_tokens=int(columns.thinking_tokens[ok].sum()),
         interactivity=_rate(tokens_out, float(e2el_ns.sum()) / 1e9),
@@ -497,8 +497,8 @@ def refuse_unknown_classes(limited: Iterable[str], classes: Iterable[str]) -> No
     """Raise UsageError for a class that has limits and is not among the ``classes`` of a run."""
     known = sorted(filter(None, classes))
     if unknown := [name for name in limited if name not in known]:
-        of = f"; its classes are {', '.join(known)}" if known else ""
-        raise UsageError(f"--goodput limits class {unknown[0]!r}, and no request of the run has this class{of}")
+        remedy = f"; its classes are {', '.join(known)}" if known else ""
+        raise UsageError(f"--goodput limits class {unknown[0]!r}, and no request of the run has this class{remedy}")
 
 
 def _duration_s(columns: RequestColumns, chosen: Mask, ok: Mask) -> float | None:
@@ -579,8 +579,8 @@ def _steady(columns: RequestColumns, windows: Sequence[Window], duration_s: floa
     if not windows or not duration_s or length_s <= 0:
         return None
     ok = columns.ok
-    requests = _inside(columns.last_token[ok], None, windows)
-    prompts = _inside(columns.first_token[ok], columns.input_tokens[ok], windows)
+    requests = _sum_in_windows(columns.last_token[ok], None, windows)
+    prompts = _sum_in_windows(columns.first_token[ok], columns.input_tokens[ok], windows)
     outputs = _tokens_inside(columns, windows)
     return SteadyRates(
         start_s=windows[0].start_ns / 1e9,
@@ -610,8 +610,8 @@ def _tokens_inside(columns: RequestColumns, windows: Sequence[Window]) -> float:
         own, part = counts[rows], gaps[stops[rows.start] - counts[rows.start] : stops[rows.stop - 1]]
         running = np.concatenate([[0], np.cumsum(part)])
         base = np.repeat(first_ns[rows] - running[np.cumsum(own) - own], own)
-        later += _inside(running[1:] + base, None if whole is None else np.repeat(whole[rows], own), windows)
-    return later + _inside(first_ns, whole, windows)
+        later += _sum_in_windows(running[1:] + base, None if whole is None else np.repeat(whole[rows], own), windows)
+    return later + _sum_in_windows(first_ns, whole, windows)
 
 
 def _some_gaps_at_once(stops: npt.NDArray[np.int64]) -> Iterator[slice]:
@@ -621,7 +621,7 @@ def _some_gaps_at_once(stops: npt.NDArray[np.int64]) -> Iterator[slice]:
     return (slice(int(first), int(end)) for first, end in pairwise(edges.tolist()))
 
 
-def _inside(
+def _sum_in_windows(
     times: npt.NDArray[np.int64], weight: npt.NDArray[np.float64 | np.int64] | None, windows: Sequence[Window]
 ) -> float:
     total = 0.0

@@ -87,7 +87,7 @@ def _per_token(span: Ints, tokens: Ints) -> Floats:
     return np.where(tokens > 1, span / np.maximum(tokens - 1, 1), np.inf)
 
 
-def _known(values: Floats, weights: Floats | None = None) -> Samples:
+def _finite_samples(values: Floats, weights: Floats | None = None) -> Samples:
     known = np.isfinite(values)
     return Samples(values[known], None if weights is None else weights[known])
 
@@ -113,35 +113,35 @@ def _reading(
 
 def _vllm(answers: Answers) -> Reading:
     tpot = _per_token(answers.last - answers.first, answers.tokens)
-    return _reading(answers, answers.last, tpot, 0.0, _messages(answers), _known(tpot), answers.ended)
+    return _reading(answers, answers.last, tpot, 0.0, _messages(answers), _finite_samples(tpot), answers.ended)
 
 
 def _sglang(answers: Answers) -> Reading:
     tpot = _per_token(answers.end - answers.first, answers.tokens)
-    return _reading(answers, answers.end, tpot, 0.0, _messages(answers), _known(tpot), answers.ended)
+    return _reading(answers, answers.end, tpot, 0.0, _messages(answers), _finite_samples(tpot), answers.ended)
 
 
 def _guidellm(answers: Answers) -> Reading:
     gap, tokens = _per_token(answers.last - answers.first, answers.tokens), answers.tokens.astype(np.float64)
     whole = Samples((answers.last - answers.sent) / tokens, tokens)
     duration_ns = answers.ended - answers.began
-    return _reading(answers, answers.end, gap, np.nan, _known(gap, tokens - 1), whole, duration_ns)
+    return _reading(answers, answers.end, gap, np.nan, _finite_samples(gap, tokens - 1), whole, duration_ns)
 
 
 def _aiperf(answers: Answers) -> Reading:
     gap = _per_token(answers.last - answers.first, answers.tokens)
     duration_ns = float(answers.last.max() - answers.sent.min())
-    return _reading(answers, answers.last, gap, np.inf, _known(gap), None, duration_ns)
+    return _reading(answers, answers.last, gap, np.inf, _finite_samples(gap), None, duration_ns)
 
 
 def _inference_perf(answers: Answers) -> Reading:
     several = answers.counts > 0
     tpot = np.where(several, _per_token(answers.last - answers.first, answers.tokens), np.inf)
     gaps, duration_ns = Samples(answers.gaps.astype(np.float64)), answers.ended - answers.began
-    reading = _reading(answers, answers.end, tpot, np.inf, gaps, _known(tpot), duration_ns)
+    reading = _reading(answers, answers.end, tpot, np.inf, gaps, _finite_samples(tpot), duration_ns)
     ttft = np.where(several, answers.first - answers.sent, np.inf)
     return reading._replace(
-        latencies={**reading.latencies, "ttft": _known(ttft)}, judged={**reading.judged, "ttft": ttft}
+        latencies={**reading.latencies, "ttft": _finite_samples(ttft)}, judged={**reading.judged, "ttft": ttft}
     )
 
 

@@ -24,7 +24,7 @@ from ebbench.records.manifest import Manifest, decode_manifest
 from ebbench.records.plan import with_class
 from ebbench.records.run import MANIFEST, PARTIAL, SCHEMAS, TAIL, Run, RunWriter, require_directory
 from ebbench.records.schema import PLAN, REQUESTS
-from ebbench.records.warnings import as_stored, warning
+from ebbench.records.warnings import warning
 
 NOT_RECORDED = "not_recorded"
 
@@ -95,14 +95,14 @@ def _read(
     shards = {name: sorted(directory.glob(f"{name}.part-*.parquet")) for name in SCHEMAS}
     if not shards["plan"] and (directory / "plan.parquet").exists():
         shards["plan"] = [directory / "plan.parquet"]  # the run was being stored: its plan is complete
-    tables = {name: _joined(name, paths, damaged, directory, skip=skip) for name, paths in shards.items()}
+    tables = {name: _join_shards(name, paths, damaged, directory, skip=skip) for name, paths in shards.items()}
     if not tables["plan"].num_rows:
         raise DataError(f"{directory}: nothing to rebuild; the plan was not stored")
     tables["requests"] = _once(tables["requests"])
     return manifest, shards, tables
 
 
-def _joined(name: str, paths: Sequence[Path], damaged: list[Path], directory: Path, *, skip: bool) -> pa.Table:
+def _join_shards(name: str, paths: Sequence[Path], damaged: list[Path], directory: Path, *, skip: bool) -> pa.Table:
     """The shards of a table and the tail, which ends where the program was killed."""
     tables = []
     for path in paths:
@@ -157,7 +157,7 @@ def _judged(manifest: Manifest, tables: dict[str, pa.Table], recorded: int, dama
     )
     planned = tables["plan"].num_rows
     rebuilt = warning("rebuilt", recorded=recorded, planned=planned, damaged_shards=len(damaged))
-    reasons = tuple(dict.fromkeys((*manifest.reasons, *map(as_stored, invalid))))
+    reasons = tuple(dict.fromkeys((*manifest.reasons, *invalid)))
     return msgspec.structs.replace(
         manifest,
         valid=False,

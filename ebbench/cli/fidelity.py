@@ -57,7 +57,7 @@ def fidelity(
     if keep and not only:
         raise UsageError("--keep needs --only: without it all groups run")
     kept = read_cells(against) if keep else []
-    cells = merged_cells(kept, collect(_chosen(only), seed, repeats, runs, workers, tell))
+    cells = merged_cells(kept, collect(_groups_chosen(only), seed, repeats, runs, workers, tell))
     files = write_report(cells, out, repeats, before)
     scores_by_group = all_scores(cells)
     for text in scoreboard.losses(scoreboard.scoreboard(cells), before):
@@ -77,7 +77,7 @@ def fidelity(
     typer.echo(f"report: {files[0]}")
 
 
-def _chosen(only: list[str] | None) -> tuple[str, ...]:
+def _groups_chosen(only: list[str] | None) -> tuple[str, ...]:
     from ebbench.errors import UnknownNameError
 
     for name in only or ():

@@ -380,8 +380,8 @@ def _system_message(error: OSError) -> str:
 
 def _memory_message(error: MemoryError) -> str:
     """What numpy or Arrow could not allocate, if they say so, and the remedy."""
-    said = f" ({error})" if str(error) else ""
-    return f"not enough memory{said}; ask for fewer requests (--num-prompts) or fewer --workers"
+    detail = f" ({error})" if str(error) else ""
+    return f"not enough memory{detail}; ask for fewer requests (--num-prompts) or fewer --workers"
 
 
 def _usage_message(error: Any) -> str:

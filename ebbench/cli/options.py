@@ -24,7 +24,7 @@ from ebbench.untrusted import visible
 
 def refuse_unused(context: typer.Context, options: Iterable[str], reads: Collection[str], what: str) -> None:
     """Raise UsageError for the first of ``options`` (parameter names) that was given but is not read by ``what``."""
-    names = {param.name: _shown(param) for param in context.command.params}
+    names = {param.name: _option_as_written(param) for param in context.command.params}
     for option in given_options(context, [option for option in options if option not in reads]):
         it = f"it uses {', '.join(names[name] for name in reads)}" if reads else "leave it out"
         raise UsageError(f"{what} does not use {option}; {it}")
@@ -32,12 +32,12 @@ def refuse_unused(context: typer.Context, options: Iterable[str], reads: Collect
 
 def given_options(context: typer.Context, options: Iterable[str]) -> list[str]:
     """The ``options`` (parameter names) that are on the command line, as the user writes them."""
-    names = {param.name: _shown(param) for param in context.command.params}
+    names = {param.name: _option_as_written(param) for param in context.command.params}
     sources = {option: context.get_parameter_source(option) for option in options}
     return [names[option] for option, source in sources.items() if source and source.name == "COMMANDLINE"]
 
 
-def _shown(param: Any) -> str:
+def _option_as_written(param: Any) -> str:
     return str(param.opts[0] if param.param_type_name == "option" else param.name.upper())
 
 
@@ -76,15 +76,20 @@ def runs_meant(paths: Sequence[Path]) -> list[Path]:
     return run_paths(paths, lambda line: typer.echo(visible(line), err=True))
 
 
-def _named(paths: list[Path] | None) -> list[Path] | None:
+def _paths_of_named_runs(paths: list[Path] | None) -> list[Path] | None:
     return paths and runs_meant(paths)
 
 
 RUNS = "Run directories, directories of runs, or --name of runs."
-RunPaths = Annotated[list[Path], typer.Argument(help=RUNS, callback=_named)]
+RunPaths = Annotated[list[Path], typer.Argument(help=RUNS, callback=_paths_of_named_runs)]
 RunRoots = Annotated[
     list[Path] | None,
-    typer.Option("--runs", "-r", help="Directories, or --name, of runs. Repeatable. Default: runs.", callback=_named),
+    typer.Option(
+        "--runs",
+        "-r",
+        help="Directories, or --name, of runs. Repeatable. Default: runs.",
+        callback=_paths_of_named_runs,
+    ),
 ]
 
 

@@ -46,7 +46,7 @@ def show_policy(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Show what a policy does and every setting that has an effect: value, unit and range."""
-    spec = _named(name)
+    spec = _policy_by_name(name)
     known, shown = settings_of(type(spec)), settings_in_effect(spec)
     if as_json:
         typer.echo(
@@ -77,6 +77,6 @@ def show_policy(
         console.print(table)
 
 
-def _named(name: str) -> PolicySpec:
+def _policy_by_name(name: str) -> PolicySpec:
     """Parse a policy; for one with required settings the bare name is sufficient."""
     return parse_policy(name if ":" in name else example(name))

@@ -82,7 +82,8 @@ def show(
         length_distribution=length_distribution, tokenizer=tokenizer,
         time_unit=None if scenario else time_unit, with_text=False,
     )  # fmt: skip
-    described = {**describe(plan), "facts": dict(plan.facts), "warnings": list(plan.warnings)}
+    warnings = [said.to_dict(str(said)) for said in plan.warnings]
+    described = {**describe(plan), "facts": dict(plan.facts), "warnings": warnings}
     if logged is not None:
         described["log"] = logged
     if as_json:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from ebbench.client.stream_messages import Chat, ChatChoice, Completion, Delta, decoder, text_of, tolerant
+from ebbench.client.stream_messages import Chat, ChatChoice, Completion, Delta, decoder, text_or_none, tolerant
 from ebbench.config.server_url import Endpoint
 
 # The numbers that a server reports are checked once, before they reach typed tables.
@@ -309,9 +309,9 @@ def _inner(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _said(text: Any = None, thinking: Any = None, called: Any = None, **more: Any) -> Translated:
+def _answer_part(text: Any = None, thinking: Any = None, called: Any = None, **more: Any) -> Translated:
     """A message with a part of the answer."""
-    delta = Delta(content=text_of(text), reasoning=text_of(thinking), tool_calls=called)
+    delta = Delta(content=text_or_none(text), reasoning=text_or_none(thinking), tool_calls=called)
     return Translated([ChatChoice(delta)], **more)
 
 
@@ -326,20 +326,22 @@ _FAILURES = frozenset({"error", "response.failed", "response.error"})
 
 
 def _responses(event: Mapping[str, Any]) -> Translated | None:
-    kind = text_of(event.get("type")) or ""
+    kind = text_or_none(event.get("type")) or ""
     if kind in _TEXTS:
-        return _said(event.get("delta"))
+        return _answer_part(event.get("delta"))
     if kind in _THOUGHTS:
-        return _said(thinking=event.get("delta"))
+        return _answer_part(thinking=event.get("delta"))
     if kind.endswith(".delta"):  # arguments of a call of a function, a tool, a program
-        return _said(called=event.get("delta")) if event.get("delta") else None
+        return _answer_part(called=event.get("delta")) if event.get("delta") else None
     response = _inner(event.get("response"))
     if kind in _ENDS:
-        why = text_of(_inner(response.get("incomplete_details")).get("reason"))
-        state = why or text_of(response.get("status")) or kind.rpartition(".")[2]
-        return Translated([], text_of(response.get("model")), response.get("usage"), finish_reason=state, done=True)
+        why = text_or_none(_inner(response.get("incomplete_details")).get("reason"))
+        state = why or text_or_none(response.get("status")) or kind.rpartition(".")[2]
+        return Translated(
+            [], text_or_none(response.get("model")), response.get("usage"), finish_reason=state, done=True
+        )
     if kind == "response.created":
-        return Translated([], text_of(response.get("model")))
+        return Translated([], text_or_none(response.get("model")))
     known = kind.startswith("response.") and kind not in _FAILURES
     return None if known else Translated()
 
@@ -348,24 +350,24 @@ def _responses(event: Mapping[str, Any]) -> Translated | None:
 
 
 def _messages(event: Mapping[str, Any]) -> Translated | None:
-    kind = text_of(event.get("type"))
+    kind = text_or_none(event.get("type"))
     if kind == "content_block_delta":
         delta = _inner(event.get("delta"))
-        said, called = _said(delta.get("text"), delta.get("thinking")), delta.get("partial_json")
+        part, called = _answer_part(delta.get("text"), delta.get("thinking")), delta.get("partial_json")
         if called:
-            return _said(called=called)
-        return said if text_of(delta.get("text")) or text_of(delta.get("thinking")) else None
+            return _answer_part(called=called)
+        return part if text_or_none(delta.get("text")) or text_or_none(delta.get("thinking")) else None
     if kind == "content_block_start":
         block = _inner(event.get("content_block"))
-        if (text_of(block.get("type")) or "").endswith("tool_use"):
-            return _said(called=block.get("name"))
+        if (text_or_none(block.get("type")) or "").endswith("tool_use"):
+            return _answer_part(called=block.get("name"))
         written = block.get("text") or block.get("thinking")
-        return _said(block.get("text"), block.get("thinking")) if written else None
+        return _answer_part(block.get("text"), block.get("thinking")) if written else None
     if kind == "message_start":
         message = _inner(event.get("message"))
-        return Translated([], text_of(message.get("model")), message.get("usage"))
+        return Translated([], text_or_none(message.get("model")), message.get("usage"))
     if kind == "message_delta":
-        reason = text_of(_inner(event.get("delta")).get("stop_reason"))
+        reason = text_or_none(_inner(event.get("delta")).get("stop_reason"))
         return Translated([], usage=event.get("usage"), finish_reason=reason)
     if kind == "message_stop":
         return Translated(done=True, finish_reason=None)
@@ -384,13 +386,13 @@ class _Sglang:
     def __call__(self, message: Mapping[str, Any]) -> Translated | None:
         meta = _inner(message.get("meta_info"))
         reason = meta.get("finish_reason")
-        why = text_of(_inner(reason).get("type")) or text_of(reason)
+        why = text_or_none(_inner(reason).get("type")) or text_or_none(reason)
         if "text" not in message and "output_ids" not in message:
             return Translated([], None, meta or None, message.get("error"), why)
-        text = text_of(message.get("text")) or ""
+        text = text_or_none(message.get("text")) or ""
         new = text[len(self._text) :] if text.startswith(self._text) else text
         self._text = text
-        return _said(new, usage=meta or None, error=message.get("error"), finish_reason=why)
+        return _answer_part(new, usage=meta or None, error=message.get("error"), finish_reason=why)
 
 
 def _llama_cpp(message: Mapping[str, Any]) -> Translated | None:
@@ -398,13 +400,13 @@ def _llama_cpp(message: Mapping[str, Any]) -> Translated | None:
     if "content" not in message:
         return Translated(error=message.get("error"))
     last = message.get("stop") is True
-    why = text_of(message.get("stop_type")) or ("stop" if last else None)
+    why = text_or_none(message.get("stop_type")) or ("stop" if last else None)
     more: dict[str, Any] = {"usage": message, "finish_reason": why, "done": True} if last else {}
-    model = text_of(message.get("model")) if last else None
+    model = text_or_none(message.get("model")) if last else None
     return (
         Translated([], model, **more)
         if last and not message["content"]
-        else _said(message["content"], model=model, **more)
+        else _answer_part(message["content"], model=model, **more)
     )
 
 
@@ -413,25 +415,27 @@ def _tgi(message: Mapping[str, Any]) -> Translated | None:
     details = _inner(message.get("details"))
     more: dict[str, Any] = {
         "usage": details or None,
-        "finish_reason": text_of(details.get("finish_reason")),
+        "finish_reason": text_or_none(details.get("finish_reason")),
         "done": bool(details),
     }
     if not isinstance(message.get("token"), Mapping):
         return Translated(error=message.get("error"), **more)
-    return _said(message["token"].get("text"), **more)
+    return _answer_part(message["token"].get("text"), **more)
 
 
 def _ollama(message: Mapping[str, Any]) -> Translated | None:
     """Ollama's /api/chat: lines of JSON; the last one is marked ``done`` and has the counts."""
-    said, last = _inner(message.get("message")), message.get("done") is True
+    answer, last = _inner(message.get("message")), message.get("done") is True
     more: dict[str, Any] = {"error": message.get("error")}
     if last:
-        more |= {"usage": message, "finish_reason": text_of(message.get("done_reason")) or "stop", "done": True}
-    written = said.get("content") or said.get("thinking") or said.get("tool_calls")
-    if not written and (last or not said):
-        return Translated([], text_of(message.get("model")), **more)
-    called = said.get("tool_calls")
-    return _said(said.get("content"), said.get("thinking"), called, model=text_of(message.get("model")), **more)
+        more |= {"usage": message, "finish_reason": text_or_none(message.get("done_reason")) or "stop", "done": True}
+    written = answer.get("content") or answer.get("thinking") or answer.get("tool_calls")
+    if not written and (last or not answer):
+        return Translated([], text_or_none(message.get("model")), **more)
+    called = answer.get("tool_calls")
+    return _answer_part(
+        answer.get("content"), answer.get("thinking"), called, model=text_or_none(message.get("model")), **more
+    )
 
 
 def _triton(message: Mapping[str, Any]) -> Translated | None:
@@ -440,19 +444,24 @@ def _triton(message: Mapping[str, Any]) -> Translated | None:
         return Translated(error=message.get("error"))
     parts = message["text_output"]
     text = "".join(map(str, parts)) if isinstance(parts, list) else parts
-    return _said(text, model=text_of(message.get("model_name")))
+    return _answer_part(text, model=text_or_none(message.get("model_name")))
 
 
 # Answers without output tokens.
 
 
-def _whole(document: Mapping[str, Any]) -> Translated | None:
+def _documents(document: Mapping[str, Any]) -> Translated | None:
     """The answer of embeddings or rerank: a list of vectors or scores."""
     results = next((document[name] for name in ("data", "results", "embeddings") if document.get(name)), None)
     usage = document.get("usage") or _inner(document.get("meta")).get("tokens")
     complete = isinstance(results, list)
     return Translated(
-        [], text_of(document.get("model")), usage, document.get("error"), "stop" if complete else None, done=complete
+        [],
+        text_or_none(document.get("model")),
+        usage,
+        document.get("error"),
+        "stop" if complete else None,
+        done=complete,
     )
 
 
@@ -480,10 +489,10 @@ DIALECTS: Mapping[Endpoint, Dialect] = {
         headers={"anthropic-version": "2023-06-01"},
     ),
     "embeddings": Dialect(
-        "input", "ids", lambda: _whole, None, None, None, {}, counts=_OF_TOTAL, content_types=DOCUMENT, whole=True
+        "input", "ids", lambda: _documents, None, None, None, {}, counts=_OF_TOTAL, content_types=DOCUMENT, whole=True
     ),
     "rerank": Dialect(
-        "documents", "documents", lambda: _whole, None, None, None, {}, counts=_OF_TOTAL, content_types=DOCUMENT,
+        "documents", "documents", lambda: _documents, None, None, None, {}, counts=_OF_TOTAL, content_types=DOCUMENT,
         whole=True,
     ),
     "sglang": Dialect(

@@ -48,7 +48,7 @@ from ebbench.records.plan import Plan, primed
 from ebbench.records.schema import SERVER_METRICS
 from ebbench.records.warnings import ESTIMATED, ESTIMATED_TOKENS, RunWarning, warning
 from ebbench.spec.client import ClientOptions, lag_limit_ms, secrets, spacing_ns
-from ebbench.workloads.tokens import TokenizerCount, tokenizer_of
+from ebbench.workloads.tokens import TokenizerCount, load_tokenizer
 
 # Warm-up: requests before the start with the plan's lengths and other content, and then, once the prefix cache was
 # emptied, those that put what the plan takes for held into it; none of them is recorded.
@@ -125,7 +125,7 @@ def connection_totals(workers: Iterable[WorkerDone | None]) -> dict[str, int]:
     return {name: sum(getattr(count, name) for count in counts) for name in ("opened", "most_held", "most_used")}
 
 
-def slow_first_uses(requests: pa.Table, first_rows: Sequence[int]) -> tuple[str, ...]:
+def slow_first_uses(requests: pa.Table, first_rows: Sequence[int]) -> tuple[RunWarning, ...]:
     """A warning if requests that were the first on their connection waited while others overtook them; else empty.
 
     ``first_rows``: the rows of ``requests`` on whose connections no response had come before.
@@ -133,20 +133,16 @@ def slow_first_uses(requests: pa.Table, first_rows: Sequence[int]) -> tuple[str,
     sent_ns, answered_ns = _times(requests)
     first = np.zeros(len(sent_ns), np.bool_)
     first[list(first_rows)] = True
-    first, other = first & (sent_ns >= 0), ~first & (sent_ns >= 0)
-    slow = _overtaken(sent_ns, answered_ns, first, other)
+    first, later = first & (sent_ns >= 0), ~first & (sent_ns >= 0)
+    slow = _overtaken(sent_ns, answered_ns, first, later)
     if len(slow) < _FEWEST:
         return ()
-    slow_others = len(_overtaken(sent_ns, answered_ns, other, other))
-    if len(slow) / int(first.sum()) < _TIMES_AS_OFTEN * slow_others / max(1, int(other.sum())):
+    slow_others = len(_overtaken(sent_ns, answered_ns, later, later))
+    if len(slow) / int(first.sum()) < _TIMES_AS_OFTEN * slow_others / max(1, int(later.sum())):
         return ()
     waits_s = (answered_ns - sent_ns)[slow] / 1e9
-    return (
-        f"{len(slow)} requests that were the first on their connection waited up to {waits_s.max():.2g} s (median "
-        f"{np.median(waits_s):.2g} s) while later ones, on connections in use, were answered: the server, or a proxy "
-        "before it, serves few connections at a time (threads, a limit), so their latencies are not those of "
-        "generation; give --connections per-request, or a lower load.",
-    )
+    waited = {"longest_s": float(waits_s.max()), "median_s": float(np.median(waits_s))}
+    return (warning("few-connections", requests=len(slow), **waited),)
 
 
 def _times(requests: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -183,9 +179,9 @@ class DriveResult(NamedTuple):
     """
 
     requests: pa.Table
-    warnings: tuple[str, ...]
+    warnings: tuple[RunWarning, ...]
     server_metrics: pa.Table
-    invalid: tuple[str, ...]
+    invalid: tuple[RunWarning, ...]
     interrupted: bool
     facts: Mapping[str, Any]
     about_server: tuple[RunWarning, ...] = ()
@@ -365,12 +361,9 @@ def _about_server(
 
 def _counter(options: ClientOptions, server: ServerQueries) -> TokenizerCount | None:
     """The tokenizer that counts what the server does not; where it is not available, a note says so."""
-    counter = tokenizer_of(options.tokenizer)
+    counter = load_tokenizer(options.tokenizer)
     if counter is None and options.tokenizer is not None:
-        server.notes.append(
-            f"--tokenizer {options.tokenizer} is not available here, so answers without usage fail; give a local "
-            "tokenizer.json or its folder."
-        )
+        server.notes.append(warning("tokenizer-absent", tokenizer=options.tokenizer))
     return counter
 
 
@@ -423,10 +416,10 @@ def _client_facts(
     return facts
 
 
-def _power_warnings(facts: Mapping[str, Any]) -> tuple[str, ...]:
+def _power_warnings(facts: Mapping[str, Any]) -> tuple[RunWarning, ...]:
     """Why power and energy are missing although the GPUs were read."""
     absent = facts.get("gpu_power", {}).get("absent")
-    return () if absent is None else (f"No GPU power and energy for this run: {absent}.",)
+    return () if absent is None else (warning("power-absent", why=absent),)
 
 
 async def _run(

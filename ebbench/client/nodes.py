@@ -28,6 +28,7 @@ from ebbench.config.server_url import ServerUrl
 from ebbench.errors import EbbenchError, RunError, UsageError
 from ebbench.network.credentials import KEY_VARIABLES
 from ebbench.process.ray_connection import given_address, joined, ray_for
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.client import ClientOptions
 
 START_S = 60.0
@@ -74,7 +75,8 @@ async def client_nodes(
     ray = ray_for(_OPTION)
     with joined(ray, address):
         actors = [
-            (node["NodeManagerAddress"], _actor(ray, node["NodeID"])) for node in _chosen(ray, options.client_nodes)
+            (node["NodeManagerAddress"], _actor(ray, node["NodeID"]))
+            for node in _nodes_that_send(ray, options.client_nodes)
         ]
         try:
             nodes = await asyncio.gather(*(_started(ray, *node) for node in actors))
@@ -105,7 +107,7 @@ def _line_of(error: Exception) -> str:
     return (remote[-1] if remote else lines[0])[:200]
 
 
-def _chosen(ray: Any, asked: int | None) -> list[dict[str, Any]]:
+def _nodes_that_send(ray: Any, asked: int | None) -> list[dict[str, Any]]:
     """The nodes that send: those with a CPU for a client, by address. Raises UsageError for too few."""
     able = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
     able.sort(key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
@@ -121,8 +123,8 @@ def _chosen(ray: Any, asked: int | None) -> list[dict[str, Any]]:
 def _actor(ray: Any, node_id: str) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-    return ray.remote(RayNode).options(num_cpus=1, max_restarts=0, scheduling_strategy=there).remote()
+    placement = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+    return ray.remote(RayNode).options(num_cpus=1, max_restarts=0, scheduling_strategy=placement).remote()
 
 
 async def _started(ray: Any, address: str, actor: Any) -> ClientNode:
@@ -142,8 +144,12 @@ def check_reachable(url: str, nodes: Sequence[ClientNode]) -> None:
     host = urlsplit(url).hostname or ""
     if not _is_loopback(host):
         return
-    here = this_place()
-    away = [node.address for node in nodes if (node.place.machine, node.place.network) != (here.machine, here.network)]
+    own_place = this_place()
+    away = [
+        node.address
+        for node in nodes
+        if (node.place.machine, node.place.network) != (own_place.machine, own_place.network)
+    ]
     if away:
         raise UsageError(
             f"{url} is an address of this machine only, which client node {away[0]} cannot reach; let the server "
@@ -337,31 +343,22 @@ class NodeSenders:
         errors_ms = [error / 1e6 for sender in self.sending if (error := sender.alignment_error_ns()) is not None]
         worst_ms = max(errors_ms, default=0.0)
         invalid = [
-            f"client node {sender.node.address} was lost ({sender.lost_why}); its unfinished requests are {NODE_LOST}"
+            warning("node-lost", address=sender.node.address, why=sender.lost_why)
             for sender in self.sending
             if sender.lost_ns
         ]
         if worst_ms > limit_ms:
-            invalid.append(
-                f"the clocks of the client nodes agree to {worst_ms:.1f} ms only, limit {limit_ms:.4g} ms; "
-                "synchronise them (NTP, PTP), or allow more with --lag-limit-ms"
-            )
+            invalid.append(warning("clocks-apart", error_ms=worst_ms, limit_ms=limit_ms))
         facts = {"client_nodes": [sender.fact() for sender in self.sending], "clock_alignment_error_ms": worst_ms}
         return Findings(facts, tuple(self._warnings()), tuple(invalid))
 
-    def _warnings(self) -> list[str]:
+    def _warnings(self) -> list[RunWarning]:
         machines = {sender.node.place.machine for sender in self.sending}
         warnings = []
         if len(machines) < len(self.sending):
-            warnings.append(
-                f"the {len(self.sending)} client nodes are on {len(machines)} machine(s): nodes of one machine share "
-                "its processors"
-            )
+            warnings.append(warning("nodes-share-machine", nodes=len(self.sending), machines=len(machines)))
         if len(self.sending[0].part.phases) > 1 and len(self.sending) > 1:
-            warnings.append(
-                "each client node begins a phase when it has released its own sessions of the phase before, so phases "
-                "do not change at one time on all nodes"
-            )
+            warnings.append(warning("phases-by-node"))
         return warnings
 
     def _released(self, sender: Sending) -> int:
@@ -490,7 +487,7 @@ class RayNode:
         try:
             async with ServerQueries(self._task.url, self._task.options, everything) as server:
                 await server.ready()
-            part = _part(self._task, plan)
+            part = _decode_part(self._task, plan)
             self._seen = np.zeros(len(part.rows), np.bool_)
             self._senders = await self._stack.enter_async_context(
                 local_senders(
@@ -576,7 +573,7 @@ def this_place() -> Place:
     )
 
 
-def _part(task: NodeTask, plan: bytes) -> PlanPart:
+def _decode_part(task: NodeTask, plan: bytes) -> PlanPart:
     table = pa.ipc.open_stream(plan).read_all().combine_chunks()
     spacing_ns = round(task.options.slot_spacing_s * 1e9)
     return PlanPart(np.asarray(task.rows), table, task.phases, task.max_concurrency, task.dropped, spacing_ns)

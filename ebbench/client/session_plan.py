@@ -248,7 +248,7 @@ def split(plan: PlanPart, machines: int) -> list[PlanPart]:
     session_of_row = np.empty(len(plan.rows), np.int64)
     starts = np.asarray(plan.sessions.starts)
     session_of_row[np.asarray(plan.sessions.rows)] = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    return [_part(plan, machine_of, session_of_row, number, machines) for number in range(machines)]
+    return [_machine_part(plan, machine_of, session_of_row, number, machines) for number in range(machines)]
 
 
 def shares(limit: int, machines: int) -> list[int]:
@@ -276,7 +276,7 @@ def _turn_order(slots: Sequence[int]) -> Ints:
     return order
 
 
-def _part(plan: PlanPart, machine_of: Ints, session_of_row: Ints, number: int, machines: int) -> PlanPart:
+def _machine_part(plan: PlanPart, machine_of: Ints, session_of_row: Ints, number: int, machines: int) -> PlanPart:
     local = np.flatnonzero(machine_of[session_of_row] == number)
     phases, first = [], 0
     for phase in plan.phases:
@@ -325,7 +325,7 @@ class BodiesAhead:
         upcoming = next(rows, None)
         if upcoming is None:
             return
-        self._thread = threading.Thread(target=self._build_all, args=(upcoming, rows, wanted), daemon=True)
+        self._thread = threading.Thread(target=self._build_all, args=(upcoming, rows), daemon=True)
         with self._changed:
             self._thread.start()
             self._changed.wait_for(lambda: self._closed or len(self._built) >= wanted or self._full or not self._alive)
@@ -375,7 +375,7 @@ class BodiesAhead:
             if self._plan.columns["prompt"][row] is None:
                 yield session, row
 
-    def _build_all(self, upcoming: tuple[int, int], rows: Iterator[tuple[int, int]], wanted: int) -> None:
+    def _build_all(self, upcoming: tuple[int, int], rows: Iterator[tuple[int, int]]) -> None:
         try:
             current: tuple[int, int] | None = upcoming
             while current is not None:

@@ -253,11 +253,11 @@ def tolerant(document: Mapping[str, Any], chat: bool) -> Completion | Chat:
     """A message from a JSON object of an unusual form; fields of other types than expected are left out."""
     given = document.get("choices")
     choices = [choice for choice in given if isinstance(choice, Mapping)] if isinstance(given, list) else []
-    rest = (text_of(document.get("model")), document.get("usage"), document.get("error"))
+    rest = (text_or_none(document.get("model")), document.get("usage"), document.get("error"))
     if chat:
         return Chat([ChatChoice(_delta(choice), _finish(choice), choice.get("error")) for choice in choices], *rest)
     return Completion(
-        [Choice(text_of(choice.get("text")), _finish(choice), choice.get("error")) for choice in choices], *rest
+        [Choice(text_or_none(choice.get("text")), _finish(choice), choice.get("error")) for choice in choices], *rest
     )
 
 
@@ -266,32 +266,32 @@ def _delta(choice: Mapping[str, Any]) -> Delta:
     if not isinstance(delta, Mapping):
         return Delta()
     content = delta.get("content")
-    thinking = _parts(content, "thinking")
+    thinking = _text_of_parts(content, "thinking")
     return Delta(
-        text_of(delta.get("role")),
-        _parts(content, "text") or text_of(content),
-        text_of(delta.get("reasoning_content")) or thinking,
-        text_of(delta.get("reasoning")),
-        text_of(delta.get("refusal")),
+        text_or_none(delta.get("role")),
+        _text_of_parts(content, "text") or text_or_none(content),
+        text_or_none(delta.get("reasoning_content")) or thinking,
+        text_or_none(delta.get("reasoning")),
+        text_or_none(delta.get("refusal")),
         delta.get("tool_calls"),
         delta.get("function_call"),
     )
 
 
-def _parts(content: Any, kind: str) -> str | None:
+def _text_of_parts(content: Any, kind: str) -> str | None:
     """The text of the parts of one kind, where content is a list of parts (Mistral)."""
     if not isinstance(content, list):
         return None
     inner = [part.get(kind) for part in content if isinstance(part, Mapping)]
-    return "".join(_parts(part_text, "text") or text_of(part_text) or "" for part_text in inner) or None
+    return "".join(_text_of_parts(part_text, "text") or text_or_none(part_text) or "" for part_text in inner) or None
 
 
 def _finish(choice: Mapping[str, Any]) -> str | None:
     reason = choice.get("finish_reason")
-    return text_of(reason if isinstance(reason, str) else str(reason)) if reason else None
+    return text_or_none(reason if isinstance(reason, str) else str(reason)) if reason else None
 
 
-def text_of(value: Any) -> str | None:
+def text_or_none(value: Any) -> str | None:
     """A string that any file can hold: half a surrogate pair, which JSON can write, is replaced."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else None
 
@@ -322,11 +322,11 @@ def failure_in(document: Mapping[str, Any]) -> bool:
 def reason_in(error: Any) -> str:
     """What a server says about a failure: its message if there is one, else all of it as text."""
     if isinstance(error, str):
-        return text_of(error) or ""
+        return text_or_none(error) or ""
     if isinstance(error, list) and len(error) == 1 and not (isinstance(error[0], Mapping) and "loc" in error[0]):
         return reason_in(error[0])  # but FastAPI's, which say where, too
     if isinstance(error, Mapping):
         for name in _REASON_FIELDS:
-            if (said := error.get(name)) and not isinstance(said, bool | int | float):
-                return reason_in(said)
+            if (inner := error.get(name)) and not isinstance(inner, bool | int | float):
+                return reason_in(inner)
     return json.dumps(error, default=str)

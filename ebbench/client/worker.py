@@ -503,9 +503,9 @@ def _counter(tokenizer: str | None) -> TokenizerCount | None:
     """What counts the tokens of answers without usage; imported only where it is asked for."""
     if tokenizer is None:
         return None
-    from ebbench.workloads.tokens import tokenizer_of
+    from ebbench.workloads.tokens import load_tokenizer
 
-    return tokenizer_of(tokenizer)
+    return load_tokenizer(tokenizer)
 
 
 def _other_model(streamed: StreamedResponse, asked: str) -> str | None:

@@ -31,10 +31,10 @@ __all__ = [
     "check_range",
     "named_settings",
     "option_name",
-    "pairs_of",
     "parse_values",
     "setting",
     "settings_of",
+    "split_all_pairs",
     "split_kind",
     "split_pairs",
     "value_of",
@@ -67,7 +67,7 @@ def parse_values(option: str, text: str, about: Setting) -> tuple[Any, ...]:
         return tuple(read_value("", part, about, option, equals="") for part in split_pairs(text))
 
 
-def pairs_of(texts: Iterable[str]) -> list[str]:
+def split_all_pairs(texts: Iterable[str]) -> list[str]:
     """The pairs of an option that may be repeated, with one or several pairs per use."""
     return [pair for text in texts for pair in split_pairs(text)]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 from ebbench.config.declare import DEFAULT_VLLM
 from ebbench.devices.geometry import KV_DTYPES, WEIGHT_BITS, Mixer, ModelGeometry
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.records.warnings import RunWarning
 from ebbench.spec.server import HostCosts, Speculative, parse_release
 from vllm_eb.calibration import Calibration
 
@@ -189,6 +190,7 @@ class DeviceRequest:
     vllm_version: str | None = None
     drafts: Speculative | None = None
     assume_kernels: bool = False
+    prefix_caching: bool = True
 
     @property
     def vllm(self) -> str:
@@ -287,7 +289,7 @@ class Device:
     kv_capacity_tokens: int
     calibration: Calibration
     provenance: str
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[RunWarning, ...] = field(default=())
     profile: DeviceProfile | None = None
     geometry: ModelGeometry | None = None
     request: DeviceRequest | None = None

@@ -171,10 +171,10 @@ def _configuration(path: Path, raw: Mapping[str, Any]) -> tuple[str, Mapping[str
             raise InputFileError(path, f"{key} must be an object")
         if value:
             return key, value
-    return BESIDE, _beside(path)
+    return BESIDE, _hf_quant_config(path)
 
 
-def _beside(path: Path) -> Mapping[str, Any]:
+def _hf_quant_config(path: Path) -> Mapping[str, Any]:
     """ModelOptimizer's file beside a config.json; empty without one."""
     beside = path.with_name(BESIDE)
     return read_object(beside) if beside.is_file() else {}
@@ -345,14 +345,14 @@ def _assigned(typed: _Typed, modules: Iterable[Module]) -> CheckpointTypes:
         most[MLP] = most[ATTENTION]
     if not params[EXPERTS]:
         most[EXPERTS] = most[MLP]
-    other_bytes, said = 0.0, []
+    other_bytes, shares = 0.0, []
     for kind, types in params.items():
         for dtype, count in types.items():
             other_bytes += count * (WEIGHT_BITS[dtype] - WEIGHT_BITS[most[kind]]) / 8
             share = count / sum(types.values())
             if dtype != most[kind] and share > _WORTH_SAYING:
-                said.append(f"{share:.0%} of its {_WORDS[kind]} are in {dtype}, not in {most[kind]}")
-    notes = (f"{' and '.join(said)}: their size is counted, their time is as with the others",) if said else ()
+                shares.append(f"{share:.0%} of its {_WORDS[kind]} are in {dtype}, not in {most[kind]}")
+    notes = (f"{' and '.join(shares)}: their size is counted, their time is as with the others",) if shares else ()
     return CheckpointTypes(most[ATTENTION], most[MLP], most[EXPERTS], other_bytes=round(other_bytes), notes=notes)
 
 
@@ -419,7 +419,7 @@ def _kv(path: Path, method: str, config: Mapping[str, Any]) -> str:
     # Scales of the cache are in the checkpoint, whatever config.json calls its weights.
     places = [
         *((config, _inner(config)) if method.startswith("modelopt") else ()),
-        beside := _beside(path),
+        beside := _hf_quant_config(path),
         _inner(beside),
     ]
     keys = ("kv_cache_scheme", "kv_cache_quant_algo")

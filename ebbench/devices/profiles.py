@@ -251,7 +251,7 @@ def read_profile(path: Path) -> DeviceProfile:
         raise InputFileError(path, "host must be a table of models")
     if not isinstance(links, dict):
         raise InputFileError(path, "links must be a table of links")
-    host = {model: _part(path, "host", model, values, HostCosts) for model, values in hosts.items()}
+    host = {model: _named_table(path, "host", model, values, HostCosts) for model, values in hosts.items()}
     raw["measured"] = _measured(path, raw.get("measured", {}))
     for model, costs in host.items():
         if costs.request_s and not raw["measured"]:
@@ -267,11 +267,11 @@ def read_profile(path: Path) -> DeviceProfile:
         **raw,
         calibration_names=tuple(names),
         host=host,
-        links={name: _part(path, "links", name, values, Link) for name, values in links.items()},
+        links={name: _named_table(path, "links", name, values, Link) for name, values in links.items()},
     )
 
 
-def _part(path: Path, table: str, name: str, values: object, cls: type[T]) -> T:
+def _named_table(path: Path, table: str, name: str, values: object, cls: type[T]) -> T:
     """One named table of ``table``, as ``cls``."""
     if not isinstance(values, dict):
         raise InputFileError(path, f"{table}.{name} must be a table")
@@ -392,7 +392,7 @@ def _shape(model: ModelGeometry) -> str:
 def _profile(profile: DeviceProfile, cost: str, host: HostCosts | None) -> str:
     """The device by its numbers, if it is not a bundled one with the cost model it has by default; else empty."""
     parts = []
-    if not _is_bundled(profile):
+    if profile.name not in list_devices() or _numbers(profile) != _numbers(find_profile(profile.name)):
         rates = f"{profile.bandwidth_bytes_per_s / 1e12:.3g} TB/s, {profile.bf16_flops_per_s / 1e12:.4g} TFLOPS"
         parts.append(f"{rates}, {profile.memory_bytes / 1e9:.4g} GB; {_digest(_numbers(profile))}")
     if cost != "auto":
@@ -400,10 +400,6 @@ def _profile(profile: DeviceProfile, cost: str, host: HostCosts | None) -> str:
     if host is not None:
         parts.append(f"host {_digest(_without_words(asdict(host)))}")
     return ", ".join(parts)
-
-
-def _is_bundled(profile: DeviceProfile) -> bool:
-    return profile.name in list_devices() and _numbers(profile) == _numbers(find_profile(profile.name))
 
 
 def _numbers(profile: DeviceProfile) -> Any:

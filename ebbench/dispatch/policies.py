@@ -70,7 +70,7 @@ class DispatchSpec:
         """The canonical text, which :func:`parse_dispatch` accepts."""
         if not self.settings:
             return self.kind
-        return f"{self.kind}:" + ",".join(f"{key}={_shown(value)}" for key, value in self.settings)
+        return f"{self.kind}:" + ",".join(f"{key}={_setting_text(value)}" for key, value in self.settings)
 
 
 def parse_dispatch(text: str) -> DispatchSpec:
@@ -126,7 +126,7 @@ def _staggered(given: dict[str, Any], base: StaggeredSettings) -> StaggeredSetti
     return replace(base, **given)
 
 
-def _shown(value: Any) -> str:
+def _setting_text(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return "off" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

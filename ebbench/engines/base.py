@@ -74,9 +74,9 @@ class EngineResult:
     requests: pa.Table
     steps: pa.Table
     decisions: pa.Table
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[RunWarning, ...] = ()
     interrupted: bool = False
-    invalid: tuple[str, ...] = ()
+    invalid: tuple[RunWarning, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     server_metrics: pa.Table | None = None
     device: Device | None = None

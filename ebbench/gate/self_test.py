@@ -25,7 +25,7 @@ import numpy as np
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import measure
 from ebbench.analysis.statistics import evidence
-from ebbench.analysis.units import GateUnit, figures_of
+from ebbench.analysis.units import GateUnit, unit_figures
 from ebbench.analysis.verdict import DEFAULT_RULES, MAX_PAIRS, Outcome, Pair, Rules, judge, pairs_needed
 from ebbench.devices.base import CostModel, Device, StepShape
 from ebbench.devices.loader import load_device
@@ -253,7 +253,7 @@ def _restart(
         device, cost=_Disturbed(device.cost, speed, noise, np.random.default_rng(drawn.integers(2**63)))
     )
     result = SimEngine().run(plan, parse_policy("v1"), disturbed, OPTIONS).uninterrupted()
-    return figures_of(measure(RequestColumns.of(result.requests)))
+    return unit_figures(measure(RequestColumns.of(result.requests)))
 
 
 class _Disturbed:

@@ -24,7 +24,7 @@ def written_forms(values: Iterable[str]) -> tuple[str, ...]:
 
     Parts of a value count too where they are long enough for a secret: ``Basic dXNlcjpwYXNz``, ``session=4f3a1c2b9d``.
     """
-    texts = {text for value in values for text in (value.strip(), *_parts(value)) if text}
+    texts = {text for value in values for text in (value.strip(), *_secret_parts(value)) if text}
     forms = {
         form
         for text in texts
@@ -48,5 +48,5 @@ def redacted(text: str, hidden: tuple[str, ...]) -> str:
     return text
 
 
-def _parts(value: str) -> list[str]:
+def _secret_parts(value: str) -> list[str]:
     return [part for part in re.split(r"[\s;,=]+", value) if len(part) >= LONG]

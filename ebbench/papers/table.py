@@ -39,11 +39,11 @@ class PaperOptions:
 
     def device(self, default: str = DEFAULT_DEVICE) -> str:
         """The device of an experiment for one device. Raises UsageError if several were given."""
-        return _one("--device", self.devices, default)
+        return _single_name("--device", self.devices, default)
 
     def model(self, default: str = DEFAULT_MODEL) -> str:
         """The model of an experiment for one model. Raises UsageError if several were given."""
-        return _one("--model", self.models, default)
+        return _single_name("--model", self.models, default)
 
     def further(self, *own: str) -> tuple[str, ...]:
         """The policies asked for in addition to a table's own, each once."""
@@ -75,7 +75,7 @@ class PaperOptions:
                 load_workload(workload)
 
 
-def _one(option: str, names: Sequence[str], default: str) -> str:
+def _single_name(option: str, names: Sequence[str], default: str) -> str:
     if len(names) > 1:
         raise UsageError(f"this experiment takes one {option}, not {' and '.join(names)}")
     return names[0] if names else default
@@ -103,18 +103,18 @@ def table_setting(options: PaperOptions, reads: Collection[str], published: Publ
     Values of print are shown if the number of requests is theirs and a device and a model of theirs is among the chosen
     ones; an item gives none for the others.
     """
-    said, beside = [], True
+    deviations, beside = [], True
     if options.num_prompts is not None and "num_prompts" in reads:
-        said.append(f"{options.num_prompts:,} requests a run")
+        deviations.append(f"{options.num_prompts:,} requests a run")
         beside = False
     if published is not None:
         chosen = (("device", options.devices, published.devices), ("model", options.models, published.models))
         for kind, named, printed in chosen:
-            said += [f"{kind} {name}" for name in named if name not in printed]
+            deviations += [f"{kind} {name}" for name in named if name not in printed]
             beside = beside and (not named or any(name in printed for name in named))
     if options.outputs != "forced" and "outputs" in reads:
-        said.append("answers of table 9's lengths")
-    return Setting(tuple(said), beside)
+        deviations.append("answers of table 9's lengths")
+    return Setting(tuple(deviations), beside)
 
 
 @dataclass(frozen=True)
@@ -294,8 +294,8 @@ class PaperFigure:
         """The chart and its caption, which says what was run where that is not the published setting; published values
         of another setting are left out."""
         setting = table_setting(options, self.reads, self.published_on)
-        said = f"{describe_setting(setting, 'figure')} " if setting.deviations else ""
-        return self.chart(options, store, setting.beside_print), said + self.caption
+        setting_text = f"{describe_setting(setting, 'figure')} " if setting.deviations else ""
+        return self.chart(options, store, setting.beside_print), setting_text + self.caption
 
 
 def no_cells(_wish: PaperOptions) -> list[RunSpec]:

@@ -43,21 +43,23 @@ def listing(devices: Sequence[dict[str, Any]], models: Sequence[dict[str, Any]])
     yield ""
 
 
-def _kept(facts: DeviceFacts) -> str:
+def _kv_per_sequence(facts: DeviceFacts) -> str:
     """What a sequence keeps in the KV cache."""
     model = facts.model
     element = model.kv_dtype_bytes
     windows = {
         mixer.window: sum(
-            layers.layers * layers.bytes_per_token(element) for layers in model.windows if layers.window == mixer.window
+            same_window.layers * same_window.bytes_per_token(element)
+            for same_window in model.windows
+            if same_window.window == mixer.window
         )
         for mixer in model.windows
     }
-    every = model.kv_bytes_per_token - sum(windows.values())
-    parts = [f"at {every / 1e3:.0f} kB per token"] if every or not windows else []
+    bytes_of_all = model.kv_bytes_per_token - sum(windows.values())
+    parts = [f"at {bytes_of_all / 1e3:.0f} kB per token"] if bytes_of_all or not windows else []
     parts += [f"{kept / 1e3:.0f} kB per token of the last {window:,}" for window, kept in windows.items()]
     parts += [f"{model.state_bytes / 1e6:.1f} MB per sequence"] if model.state_bytes else []
-    return ", ".join(parts) if every else f"at {', '.join(parts)}"
+    return ", ".join(parts) if bytes_of_all else f"at {', '.join(parts)}"
 
 
 def _of_which(facts: DeviceFacts) -> str:
@@ -76,7 +78,7 @@ def page(facts: DeviceFacts) -> Iterator[RenderableType]:
         f"vLLM {facts.request.vllm} with {facts.request.memory_share:.0%} of "
         f"{facts.profile.memory_bytes / 1e9:.1f} GB{of_each}: weights {facts.gpu_weight_bytes / 1e9:.1f} GB, "
         f"set aside {facts.reserve_bytes / 1e9:.1f} GB, KV cache {facts.kv_cache_bytes / 1e9:.1f} GB "
-        f"{_kept(facts)}: room for {device.kv_capacity_tokens:,} tokens{_of_which(facts)}"
+        f"{_kv_per_sequence(facts)}: room for {device.kv_capacity_tokens:,} tokens{_of_which(facts)}"
     )
     yield ""
     yield _step_table(facts)

@@ -128,8 +128,8 @@ def _paragraphs(section: Section) -> Iterator[RenderableType]:
     for row in section.rows:
         yield Text(f"\n{text(row[0], first)}", style="bold")
         for value, column in zip(row[1:], others, strict=True):
-            if said := text(value, column):
-                yield Padding(Text(f"{column.name}: {said}"), (0, 0, 0, 2))
+            if cell_text := text(value, column):
+                yield Padding(Text(f"{column.name}: {cell_text}"), (0, 0, 0, 2))
 
 
 def pieces(section: Section, width: int) -> Iterator[Section]:
@@ -142,10 +142,10 @@ def pieces(section: Section, width: int) -> Iterator[Section]:
         group = list(range(at, at + count))
         at += count
         if len(taken) > len(labels) and sum(sizes[i] for i in taken + group) > width:
-            yield _part(section, taken)
+            yield _with_columns(section, taken)
             taken = list(labels)
         taken += group
-    yield _part(section, taken)
+    yield _with_columns(section, taken)
 
 
 def narrowed(section: Section, width: int, least: Sequence[str]) -> Section:
@@ -153,7 +153,7 @@ def narrowed(section: Section, width: int, least: Sequence[str]) -> Section:
     for name in least:
         if sum(_natural_width(section, index) for index in range(len(section.columns))) <= width:
             break
-        section = _part(section, [index for index, column in enumerate(section.columns) if column.name != name])
+        section = _with_columns(section, [index for index, column in enumerate(section.columns) if column.name != name])
     return section
 
 
@@ -162,7 +162,7 @@ def _unbroken(columns: Sequence[Column]) -> list[int]:
     return [width for name, count in grouped(columns) for width in ([count] if name else [1] * count)]
 
 
-def _part(section: Section, columns: Sequence[int]) -> Section:
+def _with_columns(section: Section, columns: Sequence[int]) -> Section:
     rows = tuple(tuple(row[i] for i in columns) for row in section.rows)
     title = section.title if _leading(columns) else ""
     return replace(section, title=title, columns=tuple(section.columns[i] for i in columns), rows=rows)
@@ -387,7 +387,7 @@ _SPECIAL = {
 def as_latex(document: Document) -> str:
     """One or more ``table`` environments per section; the command and the notes are comments before the first."""
     comments = [f"% {line}" for line in (NEEDS, document.command, *document.notes) if line]
-    parts = [part for section in document.sections for part in _parts(section)]
+    parts = [part for section in document.sections for part in _page_sections(section)]
     tables = [_table(document, part, index, continued) for index, (part, continued) in enumerate(parts)]
     return "\n".join([*comments, *tables]) + "\n"
 
@@ -395,7 +395,7 @@ def as_latex(document: Document) -> str:
 NEEDS = "needs \\usepackage{booktabs,graphicx}"
 
 
-def _parts(section: Section) -> Iterator[tuple[Section, bool]]:
+def _page_sections(section: Section) -> Iterator[tuple[Section, bool]]:
     """Sections that fit a page, and whether each continues the one before."""
     continued = False
     for piece in pieces(section, WIDTH):

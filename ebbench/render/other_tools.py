@@ -68,7 +68,7 @@ def document(runs: Sequence[RunAs]) -> Document:
         notes.append("Medians and p99 of guidellm are values that occurred, not interpolated ones.")
     for figure, reasons in _REASONS.items():
         unlike = [tool.tool for tool in tools if any(_differs(figure, run, tool.tool) for run in runs)]
-        notes += _told(figure, unlike, reasons, len(tools))
+        notes += _difference_line(figure, unlike, reasons, len(tools))
     return Document("as", "The same run by the definitions of other tools", sections, tuple(notes))
 
 
@@ -94,7 +94,7 @@ def _differs(figure: str, run: RunAs, tool: str) -> bool:
     return any(a is not None and b is not None and abs(a - b) > _UNLIKE * max(abs(a), abs(b)) for a, b in pairs)
 
 
-def _told(figure: str, tools: Sequence[str], reasons: Mapping[str, str], shown: int) -> list[str]:
+def _difference_line(figure: str, tools: Sequence[str], reasons: Mapping[str, str], shown: int) -> list[str]:
     """One line: each reason with the tools that have it, of so many ``shown``."""
     by_reason: dict[str, list[str]] = {}
     for tool in tools:
@@ -103,8 +103,8 @@ def _told(figure: str, tools: Sequence[str], reasons: Mapping[str, str], shown: 
     if not by_reason:
         return []
     name = LATENCIES.get(figure) or _RATES[figure].partition(",")[0]
-    told = "; ".join(
+    explained = "; ".join(
         f"{'all others' if len(names) == shown > 1 else ', '.join(names)}: {reason}"
         for reason, names in by_reason.items()
     )
-    return [f"{name} (ebbench: {_OWN[figure]}). {told}."]
+    return [f"{name} (ebbench: {_OWN[figure]}). {explained}."]

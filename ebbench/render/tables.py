@@ -101,7 +101,7 @@ def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = Fals
     baseline = baseline_group(groups)
     figures = _figures(groups, all_percentiles=all_percentiles)
     versus = [Column(f"vs\n{baseline.policy}", "change", key="gain")] if len(groups) > 1 else []
-    completed = any(_missing(group) for group in groups)
+    completed = any(_has_missing_requests(group) for group in groups)
     columns = (
         Column("policy", "label", fold=True),
         _OUTPUT.column(),
@@ -111,7 +111,7 @@ def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = Fals
     )
     rows = [
         (
-            _named(group),
+            _marked(group),
             _OUTPUT.cell(group),
             *([_gain(group, baseline)] if versus else []),
             *(figure.cell(group) for figure in figures),
@@ -124,7 +124,7 @@ def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = Fals
     return Section(title, columns, tuple(rows), None if best is None else list(groups).index(best), faulty)
 
 
-def _named(group: Group) -> str:
+def _marked(group: Group) -> str:
     """The policy, with what its row's figures suffer from."""
     return group.policy + (ESTIMATED if group.estimated else "") + ("" if group.valid else INVALID)
 
@@ -173,7 +173,7 @@ def _by_part(
     )
     rows = tuple(
         (
-            name, _named(group), _OUTPUT.cell(group), *([_gain(group, baseline_group(groups))] if versus else []),
+            name, _marked(group), _OUTPUT.cell(group), *([_gain(group, baseline_group(groups))] if versus else []),
             *(f.cell(group) for f in figures),
         )
         for name, groups in groups_by_name
@@ -309,7 +309,7 @@ def _gain(group: Group, baseline: Group) -> Value:
     return None if gain_over is None else MeanFigure(gain_over.mean, gain_over.spread)
 
 
-def _missing(group: Group) -> bool:
+def _has_missing_requests(group: Group) -> bool:
     return any(summary.metrics.completed < summary.metrics.planned for summary in group.summaries)
 
 

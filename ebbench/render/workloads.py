@@ -13,7 +13,7 @@ from ebbench.traffic.spec import Phase, ScenarioSpec
 def print_workload(name: str, described: dict[str, Any], console: Console) -> None:
     """Print the lengths and arrivals of a sampled workload, and of a log what was recognised."""
     facts = described["facts"]
-    console.print(f"{name}: {_counted(described)}", markup=False)
+    console.print(f"{name}: {_request_count(described)}", markup=False)
     console.print(f"source: {facts['source']} ({facts['source_reason']})", markup=False)
     if "log" in described:
         _print_recognised(console, described["log"])
@@ -33,7 +33,7 @@ def print_workload(name: str, described: dict[str, Any], console: Console) -> No
     elif "arrivals" in described:
         console.print(arrival_line(described["arrivals"]))
     for warning in described["warnings"]:
-        console.print(f"note: {warning}", markup=False)
+        console.print(f"note: {warning['text']}", markup=False)
 
 
 def arrival_line(arrivals: dict[str, float]) -> str:
@@ -44,7 +44,7 @@ def arrival_line(arrivals: dict[str, float]) -> str:
     )
 
 
-def _counted(described: dict[str, Any]) -> str:
+def _request_count(described: dict[str, Any]) -> str:
     if described["sessions"] == described["requests"]:
         return f"{described['requests']:,} requests"
     return f"{described['requests']:,} requests in {described['sessions']:,} conversations"
@@ -81,6 +81,9 @@ def _print_traffic(console: Console, log: dict[str, Any]) -> None:
         )
     if "cached_share" in log:
         console.print(f"cache: {log['cached_share']:.1%} of the prompt tokens were cached when recorded")
+    if "acceptance" in log:
+        rates = ", ".join(f"{rate:.2f}" for rate in log["acceptance"])
+        console.print(f"drafted tokens: accepted by position {rates}", markup=False)
     hazard = log["hazard"]
     console.print(f"completion hazard: {hazard.get('verdict') or hazard['untested']}", markup=False)
 

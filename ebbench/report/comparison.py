@@ -22,13 +22,14 @@ from ebbench.analysis.paired import (
     PolicyContrasts,
     pairs_needed_by,
 )
-from ebbench.analysis.units import DRAFTS, HIGHER_IS_BETTER, LABELS, GateUnit
+from ebbench.analysis.units import DRAFTS, GateUnit, is_higher_better, label_of
 from ebbench.analysis.validity import by_settings, told_once
 from ebbench.analysis.verdict import COPIES, GATED, repeated_until_clear
+from ebbench.records.warnings import fact
 from ebbench.render import numbers
 from ebbench.render.documents import section_tables
 from ebbench.render.report import notes as titled
-from ebbench.render.sentences import AHEAD, WINS
+from ebbench.render.sentences import AHEAD, PAIRING, SKIPPED, WINS
 from ebbench.report import page_tables
 
 BETTER, WORSE, UNDECIDED, IDENTICAL = "better", "worse", "undecided", "identical"
@@ -41,7 +42,9 @@ LOAD = ("sessions", "concurrency", "rate", "burstiness", "speed")
 
 def document(compared: Compared) -> Document:
     """One section per case and policy, one row per figure."""
-    sections = tuple(_section(comparison, other) for comparison in compared.comparisons for other in comparison.others)
+    sections = tuple(
+        _section(comparison, policy) for comparison in compared.comparisons for policy in comparison.others
+    )
     return Document("comparison", heading(compared), sections, notes(compared))
 
 
@@ -52,14 +55,14 @@ def plain(compared: Compared) -> Document:
     columns = (*(Column(name, "label") for name in labels), *map(Column, figures), Column("verdict", "label"))
     sections = []
     for comparison in compared.comparisons:
-        for other in comparison.others:
+        for policy in comparison.others:
             rows = tuple(
                 (
-                    *(contrast.figure, comparison.baseline, other.label),
+                    *(contrast.figure, comparison.baseline, policy.label),
                     *(contrast.baseline, contrast.value, contrast.change, contrast.low, contrast.high),
                     *(contrast.p_adjusted, verdict(contrast)),
                 )
-                for contrast in other.contrasts
+                for contrast in policy.contrasts
             )
             sections.append(Section(comparison.title, columns, rows))
     return Document("comparison", heading(compared), tuple(sections))
@@ -72,8 +75,8 @@ def console(compared: Compared, width: int) -> RenderableType:
     shown = iter(shown_document.sections)
     alike = len({legend(comparison) for comparison in compared.comparisons}) == 1
     for comparison in compared.comparisons:
-        for other in comparison.others:
-            parts += [Text(), *section_tables(next(shown), width), Text(verdict_sentence(comparison, other))]
+        for policy in comparison.others:
+            parts += [Text(), *section_tables(next(shown), width), Text(verdict_sentence(comparison, policy))]
         if not alike or comparison is compared.comparisons[-1]:
             parts += [
                 *([Text()] if alike and len(compared.comparisons) > 1 else []),
@@ -88,7 +91,7 @@ def notes(compared: Compared) -> tuple[str, ...]:
     lines = []
     for comparison in compared.comparisons:
         before = f"{comparison.title}: " if comparison.title else ""
-        lines += [before + verdict_sentence(comparison, other) for other in comparison.others]
+        lines += [before + verdict_sentence(comparison, policy) for policy in comparison.others]
         lines.append(before + legend(comparison))
     return (*lines, *left_out(compared), *caveats(compared.comparisons))
 
@@ -102,13 +105,13 @@ def caveats(comparisons: Sequence[PairedComparison]) -> list[str]:
         for unit in units
     ]
     return told_once(
-        [said for _, said in runs], by_settings([settings for settings, _ in runs], lambda _, value: value, "runs")
+        [texts for _, texts in runs], by_settings([settings for settings, _ in runs], lambda _, value: value, "runs")
     )
 
 
 def _compared_runs(comparison: PairedComparison) -> dict[str, list[GateUnit]]:
     """The runs of the baseline and of the other policies, by the policy's label."""
-    others = {other.label: [pair.candidate for pair in other.pairs] for other in comparison.others}
+    others = {policy.label: [pair.candidate for pair in policy.pairs] for policy in comparison.others}
     return {comparison.baseline: list(comparison.units), **others}
 
 
@@ -138,19 +141,19 @@ def heading(compared: Compared) -> str:
     return ", ".join([*parts, *([f"topology {options['topology']}"] if "topology" in options else [])])
 
 
-def _section(comparison: PairedComparison, other: PolicyContrasts) -> Section:
+def _section(comparison: PairedComparison, policy: PolicyContrasts) -> Section:
     columns = (
         Column("figure", "label"),
         Column(comparison.baseline, "label", key="baseline", right=True),
-        Column(other.label, "label", key="value", right=True),
+        Column(policy.label, "label", key="value", right=True),
         Column("change", "change"),
         Column("95 % interval", "label", right=True),
         Column("p", show=_p),
         Column("verdict", "label"),
     )
     before = f"{comparison.title}: " if comparison.title else ""
-    rows = tuple(_row(contrast) for contrast in other.contrasts)
-    return Section(f"{before}{other.label} against {comparison.baseline}", columns, rows)
+    rows = tuple(_row(contrast) for contrast in policy.contrasts)
+    return Section(f"{before}{policy.label} against {comparison.baseline}", columns, rows)
 
 
 def _p(value: float) -> str:
@@ -160,7 +163,7 @@ def _p(value: float) -> str:
 def _row(contrast: Contrast) -> tuple[Value, ...]:
     show = numbers.duration_ms if contrast.figure.endswith("_ms") else numbers.rate
     return (
-        LABELS[contrast.figure],
+        label_of(contrast.figure),
         show(contrast.baseline),
         show(contrast.value),
         contrast.change,
@@ -185,75 +188,75 @@ def verdict(contrast: Contrast) -> str:
         return IDENTICAL
     if contrast.p_adjusted > ALPHA or contrast.change == 0:
         return UNDECIDED
-    return BETTER if (contrast.change > 0) == (contrast.figure in HIGHER_IS_BETTER) else WORSE
+    return BETTER if (contrast.change > 0) == is_higher_better(contrast.figure) else WORSE
 
 
-def verdict_sentence(comparison: PairedComparison, other: PolicyContrasts) -> str:
+def verdict_sentence(comparison: PairedComparison, policy: PolicyContrasts) -> str:
     """Which policy wins in the deciding figure if the difference is significant, else which is ahead."""
-    contrast = next((candidate for candidate in other.contrasts if candidate.figure == other.deciding), None)
+    contrast = next((candidate for candidate in policy.contrasts if candidate.figure == policy.deciding), None)
     if contrast is None:
-        return f"{other.label} and {comparison.baseline} have no throughput to compare."
-    if other.identical:
+        return f"{policy.label} and {comparison.baseline} have no throughput to compare."
+    if policy.identical:
         return (
-            f"No winner: {other.label} and {comparison.baseline} have the same figures in every pair of runs: under "
+            f"No winner: {policy.label} and {comparison.baseline} have the same figures in every pair of runs: under "
             "this load they behave identically."
         )
-    by = f"{numbers.change(contrast.change)} {_named(contrast)} of {other.label} against {comparison.baseline}"
+    by = f"{numbers.change(contrast.change)} {_figure_name(contrast)} of {policy.label} against {comparison.baseline}"
     kept_up = " Both keep up with the arrivals, so latency decides." if contrast.figure == REQUEST_TIME else ""
     higher = contrast.change > 0
-    leader = other.label if higher == (contrast.figure in HIGHER_IS_BETTER) else comparison.baseline
-    said, kept_up = verdict(contrast), kept_up + _by_drafts(other)
+    leader = policy.label if higher == is_higher_better(contrast.figure) else comparison.baseline
+    word, kept_up = verdict(contrast), kept_up + _by_drafts(policy)
     if abs(contrast.change) < TIE:
         return f"No winner: {by}.{kept_up}"
-    if _explained_by_drafts(contrast, other):
+    if _explained_by_drafts(contrast, policy):
         return f"No winner among the policies: {by}.{kept_up}"
-    if said in (BETTER, WORSE):
+    if word in (BETTER, WORSE):
         return f"{leader} {WINS}: {by}, 95 % interval {_interval(contrast)}.{kept_up}"
-    return f"{leader} {AHEAD}: {by}; {_open_question(other, contrast)}.{kept_up}"
+    return f"{leader} {AHEAD}: {by}; {_open_question(policy, contrast)}.{kept_up}"
 
 
-def _by_drafts(other: PolicyContrasts) -> str:
+def _by_drafts(policy: PolicyContrasts) -> str:
     """What accepted drafts explain of a difference; empty where they are alike."""
-    if not other.drafts:
+    if not policy.drafts:
         return ""
-    tokens = next(contrast for contrast in other.contrasts if contrast.figure == DRAFTS)
+    tokens = next(contrast for contrast in policy.contrasts if contrast.figure == DRAFTS)
     return (
         f" Drafts: {tokens.value:.2f} tokens per step against {tokens.baseline:.2f}; up to "
-        f"{numbers.change(other.drafts)} in tokens/s comes from what was accepted, not from the policy."
+        f"{numbers.change(policy.drafts)} in tokens/s comes from what was accepted, not from the policy."
     )
 
 
-def _explained_by_drafts(contrast: Contrast, other: PolicyContrasts) -> bool:
+def _explained_by_drafts(contrast: Contrast, policy: PolicyContrasts) -> bool:
     """Whether the drafts alone may have made the whole difference."""
-    gain = math.log1p(contrast.change) * (1 if contrast.figure in HIGHER_IS_BETTER else -1)
-    drafts = math.log1p(other.drafts)
+    gain = math.log1p(contrast.change) * (1 if is_higher_better(contrast.figure) else -1)
+    drafts = math.log1p(policy.drafts)
     return gain * drafts > 0 and abs(gain) <= abs(drafts)
 
 
-def _open_question(other: PolicyContrasts, contrast: Contrast) -> str:
+def _open_question(policy: PolicyContrasts, contrast: Contrast) -> str:
     """Why a difference is not shown here; where the gate's one-sided test shows it, that is said, too."""
     if contrast.p_adjusted is None:
         return "one pair does not rule out chance"
-    if contrast.figure not in other.worse:
+    if contrast.figure not in policy.worse:
         return "which chance may explain"
     return (
         f"not shown here (p = {_p(contrast.p_adjusted)}, two-sided: is there a difference?), but `ebbench gate` counts "
-        f"{other.label} as worse (p = {_p(other.worse[contrast.figure])}, one-sided: is it worse?)"
+        f"{policy.label} as worse (p = {_p(policy.worse[contrast.figure])}, one-sided: is it worse?)"
     )
 
 
 def _gate_notes(comparison: PairedComparison) -> list[str]:
     """Figures other than the deciding one that are undecided here and worse by the gate's one-sided test."""
     worse = [
-        f"{LABELS[c.figure]} of {other.label} (p = {_p(other.worse[c.figure])})"
-        for other in comparison.others
-        for c in other.contrasts
-        if c.figure in other.worse and c.figure != other.deciding and verdict(c) == UNDECIDED
+        f"{label_of(c.figure)} of {policy.label} (p = {_p(policy.worse[c.figure])})"
+        for policy in comparison.others
+        for c in policy.contrasts
+        if c.figure in policy.worse and c.figure != policy.deciding and verdict(c) == UNDECIDED
     ]
     return [f"undecided here, but worse by the gate's one-sided test: {', '.join(worse)}"] if worse else []
 
 
-def _named(contrast: Contrast) -> str:
+def _figure_name(contrast: Contrast) -> str:
     return {
         "output_throughput": "output tokens/s",
         "request_goodput": "requests/s within the limits",
@@ -263,64 +266,64 @@ def _named(contrast: Contrast) -> str:
 
 def legend(comparison: PairedComparison) -> str:
     """How the figures were computed, and the smallest change that could have been detected."""
-    pairs = max(len(other.pairs) for other in comparison.others)
+    pairs = max(len(policy.pairs) for policy in comparison.others)
     counted = f"{pairs} {'pair' if pairs == 1 else 'pairs'}"
     text = f"{counted} of runs on the same plan; change: geometric mean over the pairs"
-    if any(contrast.figure == DRAFTS for other in comparison.others for contrast in other.contrasts):
+    if any(contrast.figure == DRAFTS for policy in comparison.others for contrast in policy.contrasts):
         text += "; tokens/step: output tokens over those that its steps would have made without drafts"
     text += "".join(f"; {line}" for line in (*_skipped(comparison), *_left_out(comparison), *_gate_notes(comparison)))
     needed = pairs_needed_by(comparison)
-    if copies := max(sum(pair.copies for pair in other.pairs) for other in comparison.others):
-        text += f"; {copies} {COPIES}"
+    if copies := max(sum(pair.copies for pair in policy.pairs) for policy in comparison.others):
+        text += f"; {fact(COPIES, pairs=copies).worded(PAIRING)}"
         if pairs < needed:
             return f"{text}. {counted} {'does' if pairs == 1 else 'do'} not rule out chance."
     if pairs < 2:
         return f"{text}. One pair does not rule out chance: use --repeats {needed} or more."
-    sequential = any(repeated_until_clear(other.pairs) for other in comparison.others)
+    sequential = any(repeated_until_clear(policy.pairs) for policy in comparison.others)
     test = "valid after every pair (--repeats auto)" if sequential else "exact sign-flip test"
     text += f"; p: {test}, two-sided, Holm-adjusted over throughput and medians of all policies"
     more = dict.fromkeys(c.deciding for c in comparison.others if c.deciding not in GATED)
-    text += "".join(f"; {LABELS[figure]} decides here and counts as one test more" for figure in more)
+    text += "".join(f"; {label_of(figure)} decides here and counts as one test more" for figure in more)
     if pairs < needed:
         return f"{text}. {counted} cannot show any difference: use --repeats {needed} or more."
-    detectable = "; ".join(_detectable_of(other) for other in comparison.others if not other.identical)
+    detectable = "; ".join(_detectable_of(policy) for policy in comparison.others if not policy.identical)
     return f"{text}. Minimum detectable change: {detectable}." if detectable else f"{text}."
 
 
 def _skipped(comparison: PairedComparison) -> list[str]:
     """Figures that were not compared, with the reason."""
     return [
-        f"{LABELS[figure]} left out for {contrasts.label}: {why}"
-        for contrasts in comparison.others
-        for figure, why in contrasts.skipped.items()
+        f"{label_of(figure)} left out for {each.label}: {SKIPPED[why]}"
+        for each in comparison.others
+        for figure, why in each.skipped.items()
     ]
 
 
 def _left_out(comparison: PairedComparison) -> list[str]:
     """Runs that are in no pair, with the policies that this concerns."""
     notes: dict[str, list[str]] = {}
-    for other in comparison.others:
-        for note in other.left_out:
-            notes.setdefault(note, []).append(other.label)
+    for policy in comparison.others:
+        for note in policy.left_out:
+            notes.setdefault(note.worded(PAIRING), []).append(policy.label)
     return [f"{note} ({', '.join(labels)})" for note, labels in notes.items()]
 
 
-def _detectable_of(other: PolicyContrasts) -> str:
+def _detectable_of(policy: PolicyContrasts) -> str:
     known = [
-        f"{LABELS[contrast.figure]} {100 * contrast.detectable:.1f} %"
-        for contrast in other.contrasts
+        f"{label_of(contrast.figure)} {100 * contrast.detectable:.1f} %"
+        for contrast in policy.contrasts
         if contrast.detectable is not None
     ]
-    return f"{other.label} {', '.join(known) or 'none'}"
+    return f"{policy.label} {', '.join(known) or 'none'}"
 
 
 def tables(compared: Compared) -> list[page_tables.Table]:
     """The comparisons with several pairs as tables of the HTML page."""
     page = []
     for comparison in compared.comparisons:
-        if max(len(other.pairs) for other in comparison.others) > 1:
-            sections = [_section(comparison, other) for other in comparison.others]
-            sentences = [verdict_sentence(comparison, other) for other in comparison.others]
+        if max(len(policy.pairs) for policy in comparison.others) > 1:
+            sections = [_section(comparison, policy) for policy in comparison.others]
+            sentences = [verdict_sentence(comparison, policy) for policy in comparison.others]
             page += [page_tables.of_section(section, f"Paired: {section.title}") for section in sections[:-1]]
             note = " ".join([*sentences, legend(comparison)])
             page.append(page_tables.of_section(sections[-1], f"Paired: {sections[-1].title}", note))
@@ -344,22 +347,22 @@ def _case_json(comparison: PairedComparison) -> dict[str, Any]:
         "environment": dict(comparison.units[0].environment),
         "load": comparison.units[0].load,
         "warnings": caveats([comparison]),
-        "policies": [_other_json(other) for other in comparison.others],
+        "policies": [_other_json(policy) for policy in comparison.others],
     }
 
 
-def _other_json(other: PolicyContrasts) -> dict[str, Any]:
-    pairs: Sequence[Any] = other.pairs
+def _other_json(policy: PolicyContrasts) -> dict[str, Any]:
+    pairs: Sequence[Any] = policy.pairs
     return {
-        "policy": other.label,
+        "policy": policy.label,
         "pairs": [
             {"seed": pair.baseline.seed, "baseline": pair.baseline.run, "candidate": pair.candidate.run}
             for pair in pairs
         ],
-        "figures": [asdict(contrast) | {"verdict": verdict(contrast)} for contrast in other.contrasts],
-        "skipped": dict(other.skipped),
+        "figures": [asdict(contrast) | {"verdict": verdict(contrast)} for contrast in policy.contrasts],
+        "skipped": dict(policy.skipped),
         "copies": sum(pair.copies for pair in pairs),
-        "left_out": list(other.left_out),
-        "worse_one_sided": dict(other.worse),
-        "tokens_per_step_change": other.drafts,
+        "left_out": [each.to_dict(each.worded(PAIRING)) for each in policy.left_out],
+        "worse_one_sided": dict(policy.worse),
+        "tokens_per_step_change": policy.drafts,
     }

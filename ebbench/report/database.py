@@ -83,11 +83,11 @@ def query(connection: Any, sql: str) -> pa.Table:
             raise UsageError("write one statement that returns rows and changes nothing, for example a select")
         relation = _interruptible(connection, lambda: connection.sql(statements[0]))
     except duckdb.Error as error:
-        raise UsageError(_told(error)) from None
+        raise UsageError(_sql_problem(error)) from None
     try:
         return _interruptible(connection, relation.to_arrow_table)
     except duckdb.Error as error:
-        raise DataError(_told(error)) from None
+        raise DataError(_sql_problem(error)) from None
 
 
 def _only_reads(connection: Any, statement: Any) -> bool:
@@ -110,7 +110,7 @@ def _interruptible(connection: Any, work: Callable[[], T]) -> T:
             raise
 
 
-def _told(error: Exception) -> str:
+def _sql_problem(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not set(line.strip()) <= {"^", " "}]
     return " ".join(lines[:3])
 
@@ -188,7 +188,7 @@ def write(result: pa.Table, form: str, output: Path | None) -> None:
 
     Raises RunError if the file cannot be written.
     """
-    result = _apart(result)
+    result = _unique_names(result)
     if form == "parquet" and output is not None:
         files.write_table(result, output)
     elif output is not None:
@@ -199,7 +199,7 @@ def write(result: pa.Table, form: str, output: Path | None) -> None:
         sys.stdout.write(_text_of(result, form))
 
 
-def _apart(result: pa.Table) -> pa.Table:
+def _unique_names(result: pa.Table) -> pa.Table:
     """The result with unique column names: ``a``, ``a_1``, ..."""
     names: list[str] = []
     taken = set(result.column_names)
@@ -221,10 +221,10 @@ def _text_of(result: pa.Table, form: str) -> str:
 
 
 def _json(result: pa.Table) -> str:
-    return json.dumps(finite(result.to_pylist()), indent=2, default=_plain, allow_nan=False) + "\n"
+    return json.dumps(finite(result.to_pylist()), indent=2, default=_json_value, allow_nan=False) + "\n"
 
 
-def _plain(value: object) -> object:
+def _json_value(value: object) -> object:
     """A value for JSON: sums of integers are decimals; other types that JSON lacks become text."""
     if isinstance(value, Decimal):
         return int(value) if value == int(value) else float(value)

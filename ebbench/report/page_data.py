@@ -208,14 +208,14 @@ def _sessions(run: Run) -> list[Row]:
         return []
     table = run.table("sessions")
     table = table.filter(table["completion_ms"].is_valid())
-    every = -(-table.num_rows // _MOST_SESSIONS) or 1
+    stride = -(-table.num_rows // _MOST_SESSIONS) or 1
     return [
         {
             "session": str(session["session"]), "class": session["class"] or "", "turns": session["turns"],
             "t": _short(session["start_ns"] / 1e9), "s": _short(session["completion_ms"] / 1e3),
             "model": _short(session["model_ms"] / session["completion_ms"]) if session["completion_ms"] else 0.0,
         }
-        for session in table.to_pylist()[::every]
+        for session in table.to_pylist()[::stride]
     ]  # fmt: skip
 
 

@@ -218,9 +218,9 @@ def _facts(run: Run) -> dict[str, str]:
     versions = {f"version of {name}": version for name, version in m.versions.items()}
     options = {f"option {name}": json.dumps(value) for name, value in m.options.items()}
     known = {"workload", "scenario", "seed", "source"}
-    more = {f"fact {name}": _plain(value) for name, value in m.facts.items() if name not in known}
+    more = {f"fact {name}": _as_text(value) for name, value in m.facts.items() if name not in known}
     return plain | versions | options | more
 
 
-def _plain(value: object) -> str:
+def _as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, Value
-from ebbench.analysis.environment import UNKNOWN_DEVICE, differences, remedy
+from ebbench.analysis.environment import UNKNOWN_DEVICE, differences, listed
 from ebbench.analysis.statistics import PairedInterval
 from ebbench.analysis.trend import Change, Point, Trend
-from ebbench.analysis.units import LABELS
+from ebbench.analysis.units import label_of
 from ebbench.render import figures, numbers, palette
 from ebbench.report.page_data import Page
 from ebbench.report.page_tables import SearchSection, of_section
@@ -28,7 +28,7 @@ def document(all_series: Sequence[Series], last: int | None = None) -> Document:
     """One section per series with a row per point (the ``last`` ones), and a sentence per change and alert."""
     sections = tuple(_section(series, _title(series, all_series), last) for series in all_series)
     notes = [line for series in all_series for line in sentences(series, _title(series, all_series))]
-    return Document("trend", _heading(all_series), sections, (*notes, *_apart(all_series)))
+    return Document("trend", _heading(all_series), sections, (*notes, *_why_apart(all_series)))
 
 
 def _heading(all_series: Sequence[Series]) -> str:
@@ -52,22 +52,19 @@ def _title(series: Series, all_series: Sequence[Series]) -> str:
     return ", ".join(filter(None, words)).replace(", on ", " on ")
 
 
-def _apart(all_series: Sequence[Series]) -> list[str]:
+def _why_apart(all_series: Sequence[Series]) -> list[str]:
     """Why runs of one policy and load are in several series: their environments differ."""
-    said = []
+    reasons = []
     known: dict[tuple[str, str, str], Point] = {}
     for series in all_series:
         kind, point = series[0].kind, series[0].points[0]
         first = known.setdefault((kind.policy, kind.load, kind.limits), point)
         unlike = differences(first.units[0].environment, point.units[0].environment)
         if unlike:
-            said.append(
-                f"Apart, since they differ in {'; '.join(unlike)}: runs of {kind.policy}. A host that has another name "
-                "every night gets one with --host-label."
-                if remedy(unlike) == "--allow host"
-                else f"Apart, since they differ in {'; '.join(unlike)}: runs of {kind.policy}."
-            )
-    return said
+            renamed = {each.key for each in unlike} == {"host"}
+            label = " A host that has another name every night gets one with --host-label." if renamed else ""
+            reasons.append(f"Apart, since they differ in {listed(unlike)}: runs of {kind.policy}.{label}")
+    return reasons
 
 
 def _section(series: Series, title: str, last: int | None) -> Section:
@@ -95,7 +92,7 @@ def _dates(points: Sequence[Point]) -> list[Value]:
 
 
 def _figure_columns(trend: Trend, shown: range) -> list[tuple[Column, list[Value]]]:
-    name, show = LABELS[trend.figure], numbers.duration_ms if trend.figure.endswith("_ms") else numbers.rate
+    name, show = label_of(trend.figure), numbers.duration_ms if trend.figure.endswith("_ms") else numbers.rate
     values = [trend.values[place] for place in shown]
     changes = {change.place: numbers.change(change.bounds[0]) for change in trend.changes}
     return [
@@ -125,21 +122,23 @@ def sentences(series: Series, title: str) -> list[str]:
     """What changed in a series, and whether its newest point is worse."""
     lines = []
     for trend in series:
-        name, points = LABELS[trend.figure], trend.points
+        name, points = label_of(trend.figure), trend.points
         lines += [_change_told(name, change, points[change.place]) for change in trend.changes]
         if trend.newest is not None and trend.newest.outcome == "fail":
             lines.append(
-                f"{name}: the newest point ({_named(points[-1])}) is {trend.newest.loss:.1%} worse than those before "
-                f"it (p = {trend.newest.p_adjusted:.3f})."
+                f"{name}: the newest point ({_point_name(points[-1])}) is {trend.newest.loss:.1%} worse than those "
+                f"before it (p = {trend.newest.p_adjusted:.3f})."
             )
         elif trend.alert == "doubt" and trend.newest is not None:
             lines.append(
-                f"{name}: the newest point ({_named(points[-1])}) is {trend.newest.loss:.1%} worse, and worse than "
-                f"every point before it, but {len(trend.newest.losses)} pair(s) of runs cannot show it; six can "
+                f"{name}: the newest point ({_point_name(points[-1])}) is {trend.newest.loss:.1%} worse, and worse "
+                f"than every point before it, but {len(trend.newest.losses)} pair(s) of runs cannot show it; six can "
                 "(--repeats 6)."
             )
-    told = lines or ["no change is shown" if len(series[0].points) > 1 else "one point; a trend needs two or more"]
-    return [f"{title}: {line}" for line in told]
+    shown_lines = lines or [
+        "no change is shown" if len(series[0].points) > 1 else "one point; a trend needs two or more"
+    ]
+    return [f"{title}: {line}" for line in shown_lines]
 
 
 def _change_told(name: str, change: Change, point: Point) -> str:
@@ -148,12 +147,12 @@ def _change_told(name: str, change: Change, point: Point) -> str:
         f"95 % interval {numbers.change(low)} to {numbers.change(high)}" if math.isfinite(high) else "no interval"
     )
     return (
-        f"{name} {numbers.change(grown)} ({change.direction}) from {_named(point)} on: {interval}, "
+        f"{name} {numbers.change(grown)} ({change.direction}) from {_point_name(point)} on: {interval}, "
         f"p = {change.judged.p_adjusted:.4f} over {len(change.judged.losses)} pairs."
     )
 
 
-def _named(point: Point) -> str:
+def _point_name(point: Point) -> str:
     return ", ".join(filter(None, (point.commit[:_COMMIT], point.label, point.begun[:10])))
 
 
@@ -210,11 +209,11 @@ def chart(series: Series, width: int = 300, height: int = 200) -> Any:
 def _panel(trend: Trend, width: int, height: int) -> Any:
     alt = figures.altair()
     rows = [
-        {"place": place + 1, "commit": _named(point), "value": value.mean,
+        {"place": place + 1, "commit": _point_name(point), "value": value.mean,
          **({"low": value.low, "high": value.high} if math.isfinite(value.high) else {})}
         for place, (point, value) in enumerate(zip(trend.points, trend.values, strict=True)) if value is not None
     ]  # fmt: skip
-    title = LABELS[trend.figure] + (", ms" if trend.figure.endswith("_ms") else "")
+    title = label_of(trend.figure) + (", ms" if trend.figure.endswith("_ms") else "")
     x = alt.X(
         "place:Q", title="point", scale=alt.Scale(nice=False, padding=8), axis=alt.Axis(tickMinStep=1, format="d")
     )
@@ -269,13 +268,13 @@ def trend_page(all_series: Sequence[Series], title: str = "") -> Page:
     for series, section in zip(all_series, shown.sections, strict=True):
         grouped = [f"{column.group} {column.name}".strip() for column in section.columns]
         table = of_section(section, section.title)
-        told = tuple(line.removeprefix(f"{section.title}: ") for line in sentences(series, section.title))
+        lines = tuple(line.removeprefix(f"{section.title}: ") for line in sentences(series, section.title))
         picture = chart(series).to_dict(validate=False) | {"background": None}
-        sections.append(SearchSection(type(table)(table.title, tuple(grouped), table.rows, table.note), told, picture))
+        sections.append(SearchSection(type(table)(table.title, tuple(grouped), table.rows, table.note), lines, picture))
     alert = {"worse": "Worse.", "doubt": "Perhaps worse.", "": "No alert."}[worst_alert(all_series)]
     return Page(
         title=title or "Trend", subtitle=(shown.title,), verdicts=(("", (alert,), False),),
-        warnings=tuple(_apart(all_series)),
+        warnings=tuple(_why_apart(all_series)),
         tables=(), explanations=(), environment=(), labels=(), policies=(), cases=(), shared={}, runs=(),
         searches=tuple(sections),
     )  # fmt: skip

@@ -202,10 +202,10 @@ def _line(declared: Declared, value: Any, default: Any) -> str:
 
 
 def _comment(declared: Declared, value: Any) -> str:
-    return f"# {declared.name} ={'' if value is None else f' {_value(value)}'}  # {_about(declared)}"
+    return f"# {declared.name} ={'' if value is None else f' {_value(value)}'}  # {_help_text(declared)}"
 
 
-def _about(declared: Declared) -> str:
+def _help_text(declared: Declared) -> str:
     """The help of a setting, with names of options as keys have them."""
     about = named_as_keys(declared.about.help.replace("\\[", "["))
     if declared.option is not None and declared.option.turns_off:
@@ -277,19 +277,19 @@ def job_file(name: str, path: str) -> str:
     own = {"run": FURTHER, "capacity": declared_in(SearchCommand), "sweep": {}}[job.command]
     hidden = {"run": (), "capacity": {*SET_BY_SEARCH} - {*own}, "sweep": _GRID}[job.command]
     known = {key: declared for key, declared in {**known_settings(), **own}.items() if key not in hidden}
-    said = [f"{key} = {_value(value)}  # {_about(known[key])}" for key, value in job.chosen.items()]
-    others = [declared for key, declared in known.items() if key not in job.chosen and _matters(declared, job)]
+    chosen_lines = [f"{key} = {_value(value)}  # {_help_text(known[key])}" for key, value in job.chosen.items()]
+    others = [declared for key, declared in known.items() if key not in job.chosen and _matters_to_job(declared, job)]
     lines = [f"# {job.about}", f"# Run it: ebbench {job.command} {path}", ""]
     if job.command == "sweep":
         lines += ['name = "sweep"', "repeats = 1  # seeds seed, seed + 1, ...", "", "[grid]  # lists"]
         lines += [f"{key} = {_value(values)}" for key, values in _GRID.items()]
         lines += ["", "[common]  # the same for all cells"]
     comments = _by_panel(others, lambda declared: _comment(declared, DEFAULTS.get(declared.name, declared.default)))
-    said += ["", "# What follows are defaults: remove the first # to change one."]
-    return "\n".join([*lines, *said, *comments]) + "\n"
+    chosen_lines += ["", "# What follows are defaults: remove the first # to change one."]
+    return "\n".join([*lines, *chosen_lines, *comments]) + "\n"
 
 
-def _matters(declared: Declared, job: Job) -> bool:
+def _matters_to_job(declared: Declared, job: Job) -> bool:
     if declared.part in job.left_out and declared.name != "warmup":
         return False
     if declared.name in ("calibration", "vllm_options"):

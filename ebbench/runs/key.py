@@ -255,7 +255,7 @@ def directory_name(spec: RunSpec) -> str:
 def with_absolute_paths(spec: RunSpec) -> RunSpec:
     """The same run for a worker with another working directory; its result is stored under the original's key."""
     changes = {}
-    for name, value in _named(spec).items():
+    for name, value in _values_that_name_files(spec).items():
         path = _file(value)
         if path is not None and value is not None:
             prefix = value.partition(":")[0] + ":" if value.startswith(_PREFIXES) else ""
@@ -294,7 +294,7 @@ MODEL_FILES = ("config.json", "params.json", "hf_quant_config.json")
 _PREFIXES = (*RECORDED, "file:")
 
 
-def _named(spec: RunSpec) -> Mapping[str, str | None]:
+def _values_that_name_files(spec: RunSpec) -> Mapping[str, str | None]:
     """Settings that may name a user's file, whose content is then part of the key."""
     plan = spec.plan
     return {
@@ -311,7 +311,7 @@ def _named(spec: RunSpec) -> Mapping[str, str | None]:
 
 
 def _files(spec: RunSpec) -> dict[str, str]:
-    named = dict(_named(spec))
+    named = dict(_values_that_name_files(spec))
     if is_mixture(spec.plan.workload):
         from ebbench.workloads.mixture import files_of_mixture
 

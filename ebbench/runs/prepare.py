@@ -158,10 +158,11 @@ def device_of(spec: RunSpec, policies: Sequence[PolicySpec] = ()) -> Device:
         vllm_version=options.vllm_version,
         drafts=options.drafts,
         assume_kernels=options.assume_kernels,
+        prefix_caching=options.enable_prefix_caching,
     )
     key = replace(
         request, gpu_memory_utilization=None, max_num_seqs=None, max_num_batched_tokens=None, kv_tokens=None,
-        vllm_version=None,
+        vllm_version=None, prefix_caching=True,
     )  # fmt: skip
     if (kept := _loaded.get(key)) is not None:
         return kept if kept.profile is None else resized(kept, request)
@@ -373,13 +374,15 @@ def checked_server(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     from ebbench.devices.base import quantised, start_up
     from ebbench.devices.loader import check_drafts
     from ebbench.devices.profiles import as_decoder, chosen_api_server, find_model
-    from ebbench.spec.server import parse_speculative
+    from ebbench.spec.server import parse_speculative, with_acceptance
+    from ebbench.workloads.options import fitted_acceptance
 
     name = as_decoder(model) if settings.get("assume_decoder") else model
     geometry = find_model(name)
     quantised(geometry, settings.get("quantization"), settings.get("kv_cache_dtype", "auto"))
     if (drafts := settings.get("speculative")) is not None:
-        check_drafts(parse_speculative(drafts), geometry)
+        known = fitted_acceptance(settings.get("workload", ""))
+        check_drafts(parse_speculative(with_acceptance(drafts, known)), geometry)
     count = settings.get("api_server_count")
     api_server = first_choice(settings.get("api_server", AUTO), count)
     chosen_api_server(api_server, count)

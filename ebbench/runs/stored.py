@@ -101,12 +101,12 @@ def listed(roots: Sequence[Path]) -> Listing:
     for root in roots:
         if not root.is_dir():
             raise DataError(f"{root}: no such directory; make a run, or give another one with --runs")
-        for entry in _below(root, problems):
+        for entry in _runs_below(root, problems):
             by_path.setdefault(entry.path.resolve(), entry)
     return Listing(tuple(sorted(by_path.values(), key=lambda run: (-run.begun_ns, str(run.path)))), problems)
 
 
-def _below(directory: Path, problems: dict[Path, str], depth: int = 0) -> Iterator[StoredRun]:
+def _runs_below(directory: Path, problems: dict[Path, str], depth: int = 0) -> Iterator[StoredRun]:
     """Links to directories are followed in the first one only, as those that a user makes to a disk of runs."""
     try:
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
@@ -124,7 +124,7 @@ def _below(directory: Path, problems: dict[Path, str], depth: int = 0) -> Iterat
     holds_runs = False
     for entry in entries:
         if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=depth == 0):
-            for run in _below(Path(entry.path), problems, depth + 1):
+            for run in _runs_below(Path(entry.path), problems, depth + 1):
                 holds_runs = True
                 yield run
     foreign = any(entry.is_file() and not _KNOWN.fullmatch(entry.name) for entry in entries)
@@ -258,7 +258,7 @@ def meant(references: Sequence[str], roots: Sequence[Path] = DEFAULT_ROOTS) -> L
     problems: dict[Path, str] = {}
     for reference in references:
         path = Path(reference)
-        below = listed([path]) if path.is_dir() else Listing(tuple(_named(reference, roots)))
+        below = listed([path]) if path.is_dir() else Listing(tuple(_runs_by_name(reference, roots)))
         if not below.runs:
             raise DataError(f"{path}: {next(iter(below.problems.values()), 'no run')}; it is left as it is")
         chosen |= {run.path.resolve(): run for run in below.runs}
@@ -281,7 +281,7 @@ def run_paths(
             paths.append(path)
             continue
         try:
-            named = _named(reference, roots)
+            named = _runs_by_name(reference, roots)
         except UnknownNameError as error:
             below = ", ".join(map(str, roots))
             hint = f"; {name_hint(reference, error.known)}" if error.known and path.name == reference else ""
@@ -296,7 +296,7 @@ def run_paths(
     return paths
 
 
-def _named(reference: str, roots: Sequence[Path]) -> list[StoredRun]:
+def _runs_by_name(reference: str, roots: Sequence[Path]) -> list[StoredRun]:
     """All runs with this name, or in a directory of this name. Raises UnknownNameError if there is none."""
     known = listed([root for root in roots if root.is_dir()]).runs
     named = [run for run in known if reference in (run.labels.name, run.path.name)]

@@ -220,7 +220,7 @@ class StepLog:
         kept, self._kept = self._kept, _Kept((), [])
         folded, last = deque(kept.folded), _columns_of(kept.steps)
         del kept
-        parts = _after(first, chain((_unfold(folded.popleft()) for _ in range(len(folded))), [last]))
+        parts = _without_first_rows(first, chain((_unfold(folded.popleft()) for _ in range(len(folded))), [last]))
         made: list[pa.Table] = []
         for part in _by_time(parts) if by_time else parts:
             made.append(_finished(part, request_ids, kv_blocks_total, begin_ns, _rows_of(made)))
@@ -315,7 +315,7 @@ def _columns_of(steps: Sequence[tuple[int, Step]]) -> pa.Table:
     return pa.table(columns)
 
 
-def _after(first: int, parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
+def _without_first_rows(first: int, parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """The parts without the ``first`` rows of them all."""
     for part in parts:
         yield part.slice(first)
@@ -351,13 +351,13 @@ def _finished(
     finished |= {
         "step_id": np.arange(first_id, first_id + count, dtype=np.int64),
         "kv_blocks_total": pa.array(blocks.astype(np.int32)),
-        "request_ids": _named(columns["request_ids"], request_ids),
-        "preempted_ids": _named(columns["preempted_ids"], request_ids),
+        "request_ids": _rows_to_ids(columns["request_ids"], request_ids),
+        "preempted_ids": _rows_to_ids(columns["preempted_ids"], request_ids),
     }
     return pa.table({name: finished[name] for name in STEPS.names}, schema=STEPS)
 
 
-def _named(rows: pa.ChunkedArray, request_ids: pa.Array) -> pa.ListArray:
+def _rows_to_ids(rows: pa.ChunkedArray, request_ids: pa.Array) -> pa.ListArray:
     """Lists of rows as lists of names."""
     lists = rows.combine_chunks()
     if isinstance(lists, pa.ChunkedArray):  # no chunk, or several

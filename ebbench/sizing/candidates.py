@@ -129,7 +129,7 @@ def find_plan(
     notes = plan_notes(tasks[0], carried[0].deployment.replicas if carried else 1)
     # A workload with arrivals of its own is told that they were replaced, unless others were asked for.
     note = "" if arrivals_given else poisson_instead(settings["workload"], settings)
-    return DeploymentPlan(deployments, tasks[0], prices, sources(price), (*filter(None, [note]), *notes))
+    return DeploymentPlan(deployments, tasks[0], prices, sources(price), (*filter(None, [note]), *map(str, notes)))
 
 
 def with_candidates(

@@ -95,7 +95,7 @@ def _points(rows: Sequence[Mapping[str, Any]], key: str, over_load: bool) -> lis
         for probe in row["curve"]:
             if probe["decides"] and not probe["runaway"] and probe[key] is not None:
                 x = probe["load"] if over_load else probe["output_tokens_per_s"]
-                by_load.setdefault(probe["load"], []).append((x, _shown(probe, key)))
+                by_load.setdefault(probe["load"], []).append((x, _plotted_value(probe, key)))
         for pairs in by_load.values():
             x, y = (sum(values) / len(values) for values in zip(*pairs, strict=True))
             points.append({"series": row["policy"], "x": x, "y": y})
@@ -109,11 +109,11 @@ def _knees(rows: Sequence[Mapping[str, Any]], key: str, over_load: bool) -> list
         near = [probe for probe in row["curve"] if probe["run_dir"] == row["nearest_run_dir"]]
         if stored_capacity(row) is not None and near and near[0][key] is not None:
             x = near[0]["load"] if over_load else near[0]["output_tokens_per_s"]
-            knees.append({"series": row["policy"], "x": x, "y": _shown(near[0], key)})
+            knees.append({"series": row["policy"], "x": x, "y": _plotted_value(near[0], key)})
     return knees
 
 
-def _shown(probe: Mapping[str, Any], key: str) -> float:
+def _plotted_value(probe: Mapping[str, Any], key: str) -> float:
     return float(probe[key]) * (100 if key == "attainment" else 1)
 
 
@@ -158,7 +158,7 @@ _Axis = tuple[str, str, int]
 
 def _frontier(alt: Any, rows: Sequence[Mapping[str, Any]], x: _Axis, y: _Axis, colour: Any) -> Any:
     """Deployments over two figures, with the line of those that none beats in both."""
-    shown = [{**row, "frontier": not _beaten(row, rows, x, y)} for row in rows]
+    shown = [{**row, "frontier": not _is_dominated(row, rows, x, y)} for row in rows]
     base = alt.Chart(figures.values(shown)).encode(
         x=alt.X(f"{x[0]}:Q", title=x[1], scale=alt.Scale(zero=False)),
         y=alt.Y(f"{y[0]}:Q", title=y[1], scale=alt.Scale(zero=False)),
@@ -169,7 +169,7 @@ def _frontier(alt: Any, rows: Sequence[Mapping[str, Any]], x: _Axis, y: _Axis, c
     return alt.layer(line, points).properties(width=260, height=220)
 
 
-def _beaten(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], x: _Axis, y: _Axis) -> bool:
+def _is_dominated(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], x: _Axis, y: _Axis) -> bool:
     own = (x[2] * row[x[0]], y[2] * row[y[0]])
-    others = [(x[2] * other[x[0]], y[2] * other[y[0]]) for other in rows]
+    others = [(x[2] * other_row[x[0]], y[2] * other_row[y[0]]) for other_row in rows]
     return any(a <= own[0] and b <= own[1] and (a, b) != own for a, b in others)

@@ -45,12 +45,12 @@ class Costed:
     @property
     def ttft_ms(self) -> float:
         """Median TTFT at the rate; infinite where it is unknown."""
-        return _known(self.stress.ttft_ms if self.stress else self._reading_of("ttft_ms"), math.inf)
+        return _value_or(self.stress.ttft_ms if self.stress else self._reading_of("ttft_ms"), math.inf)
 
     @property
     def tpot_ms(self) -> float:
         """Median TPOT at the rate; infinite where it is unknown."""
-        return _known(self.stress.tpot_ms if self.stress else self._reading_of("tpot_ms"), math.inf)
+        return _value_or(self.stress.tpot_ms if self.stress else self._reading_of("tpot_ms"), math.inf)
 
     @property
     def tokens_per_s_per_user(self) -> float:
@@ -125,7 +125,7 @@ def choose(
             decided = len(state.carrying) + len(state.refused) + len(state.pruned)
             advance("numbers of replicas", decided, len(tasks))
     advance("complete simulations of the cheapest", 0, 0)
-    kept = sorted(_kept(state), key=_rank)
+    kept = sorted(_within_cost(state), key=_rank)
     stressed, missed = _stressed(kept, by_candidate, prices, pool)
     state.refused += missed
     on_frontier = tuple(on_frontiers(stressed))
@@ -154,7 +154,7 @@ def _take(state: _State, deployment: Deployment, prices: Mapping[str, float]) ->
     state.cheapest = min(state.cheapest, cost)
 
 
-def _kept(state: _State) -> list[Costed]:
+def _within_cost(state: _State) -> list[Costed]:
     kept = [costed for costed in state.carrying if costed.cost <= WITHIN * state.cheapest]
     state.pruned += [costed.deployment.candidate for costed in state.carrying if costed not in kept]
     return kept
@@ -222,7 +222,7 @@ def _resized(costed: Costed, replicas: int, simulated: Stress, prices: Mapping[s
     return Costed(deployment, replicas * _unit(before.candidate, prices), simulated)
 
 
-def _known(value: float | None, otherwise: float) -> float:
+def _value_or(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else value
 
 

@@ -36,8 +36,8 @@ from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan, with_class
-from ebbench.records.warnings import Fact, fact
-from ebbench.runs.conclude import batches_of, said_of_run, shown_by_servers
+from ebbench.records.warnings import Fact, RunWarning, fact
+from ebbench.runs.conclude import mean_batches, said_of_run, shown_by_servers
 from ebbench.runs.execute import stoppable
 from ebbench.runs.prepare import device_of
 from ebbench.sizing.drive import ALONE_SESSIONS
@@ -222,7 +222,7 @@ class Stress:
     lost: Level | None
     ttft_ms: float | None
     tpot_ms: float | None
-    caveats: tuple[str, ...] = ()
+    caveats: tuple[RunWarning, ...] = ()
 
 
 def bound(task: PlanTask) -> Bound:
@@ -243,13 +243,13 @@ def bound(task: PlanTask) -> Bound:
 def size(task: PlanTask, fewest: int, most: int) -> Deployment:
     """The smallest number of replicas, from ``fewest`` to ``most``, whose instances meet the limits."""
     candidate = task.candidate
-    if refusal := _alone(task):
+    if refusal := _missed_alone(task):
         return Deployment(candidate, 0, refused=refusal)
     failed, passed, smallest = fewest - 1, 0, None
     replicas = fewest
     while replicas <= min(most, MOST_REPLICAS):
         reading = _share(task, replicas)
-        if _meets(reading):
+        if _met_limits(reading):
             passed, smallest = replicas, reading
             break
         failed, replicas = replicas, max(replicas + 1, math.ceil(1.25 * replicas))
@@ -259,7 +259,7 @@ def size(task: PlanTask, fewest: int, most: int) -> Deployment:
     while passed - failed > 1:
         middle = (passed + failed) // 2
         reading = _share(task, middle)
-        if _meets(reading):
+        if _met_limits(reading):
             passed, smallest = middle, reading
         else:
             failed = middle
@@ -272,10 +272,12 @@ def stress(task: PlanTask, replicas: int, fewest: int = 1) -> tuple[int, Stress]
     Returns the smallest number of replicas that meets the limits where they must be met, from ``fewest`` to a quarter
     more than ``replicas``, and the results; those of the last number tried if none does.
     """
-    whole = lru_cache(None)(lambda count, factor: _whole(task, count, factor))
+    whole = lru_cache(None)(lambda count, factor: _simulate_whole(task, count, factor))
 
     def carries(count: int) -> bool:
-        return _meets(whole(count, 1 + task.headroom)) and (not task.spare or _meets(whole(count - task.spare, 1.0)))
+        return _met_limits(whole(count, 1 + task.headroom)) and (
+            not task.spare or _met_limits(whole(count - task.spare, 1.0))
+        )
 
     most = replicas + max(_MOST_MORE, math.ceil(_MORE * replicas))
     while replicas < most and not carries(replicas):
@@ -302,16 +304,16 @@ def must_hold(task: PlanTask, simulated: Stress) -> list[Level | None]:
     ]
 
 
-def _meets(reading: ProbeReading) -> bool:
+def _met_limits(reading: ProbeReading) -> bool:
     """Whether the limits were kept in a run that was long enough to tell."""
     return reading.met and not reading.short
 
 
 def _level(reading: ProbeReading) -> Level:
-    return Level(reading.attainment, reading.probe.runaway, _meets(reading))
+    return Level(reading.attainment, reading.probe.runaway, _met_limits(reading))
 
 
-def _alone(task: PlanTask) -> Fact | None:
+def _missed_alone(task: PlanTask) -> Fact | None:
     """What requests miss, and get, one at a time; None if they meet the limits."""
     reading = _run(task, _plan(task, "saturated", ALONE_SESSIONS, max_concurrency=1), 1.0)
     requirements = zip(task.limits.requirements(), reading.probe.counts, strict=True)
@@ -320,7 +322,7 @@ def _alone(task: PlanTask) -> Fact | None:
     return fact("missed_alone", met=met, attainment=task.limits.attainment, least_ms=least_ms) if met else None
 
 
-def plan_notes(task: PlanTask, replicas: int = 1) -> tuple[str, ...]:
+def plan_notes(task: PlanTask, replicas: int = 1) -> tuple[RunWarning, ...]:
     """Notes about the requests of that many replicas: rows of a log that are left out, a log that is read again.
 
     Raises UsageError for a workload or scenario that no plan can be built from.
@@ -348,7 +350,7 @@ def _random_share(plan: Plan, share: float, seed: int) -> Plan:
     return replace(plan, table=plan.table.filter(bits(chosen[session])))
 
 
-def _whole(task: PlanTask, replicas: int, factor: float) -> ProbeReading:
+def _simulate_whole(task: PlanTask, replicas: int, factor: float) -> ProbeReading:
     rate = factor * task.rate
 
     def run(sessions: int) -> ProbeReading:
@@ -379,13 +381,14 @@ def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeRea
     tables = ProbeTables(result.requests, result.steps, phase_facts(plan), task.spec.plan.seed)
     device, batches = (
         result.device or device_of(task.spec),
-        batches_of(result.steps, RequestColumns.of(result.requests)),
+        mean_batches(result.steps, RequestColumns.of(result.requests)),
     )
     kv = kv_pressure(result.steps, result.requests, asdict(task.spec.server))
-    said = said_of_run(device, batches, dict.fromkeys((*device.warnings, *result.warnings)))
-    said += shown_by_servers(device, batches)
+    caveats_of_run = said_of_run(device, batches, dict.fromkeys((*device.warnings, *result.warnings)))
+    caveats_of_run += shown_by_servers(device, batches)
     return replace(
-        read_measured(tables, load, task.limits), caveats=(*said, *map(str, kv.warnings if kv is not None else ()))
+        read_measured(tables, load, task.limits),
+        caveats=(*caveats_of_run, *(kv.warnings if kv is not None else ())),
     )
 
 
@@ -400,7 +403,7 @@ def _simulated(task: PlanTask, plan: Plan, replicas: int = 1) -> EngineResult:
     return engine.run(plan, policy, device, task.spec.server, stoppable(None)).uninterrupted()
 
 
-def caveats(task: PlanTask, deployment: Deployment, whole: Stress | None) -> tuple[str, ...]:
+def caveats(task: PlanTask, deployment: Deployment, whole: Stress | None) -> tuple[RunWarning, ...]:
     """What is estimated on the candidate's device rather than measured as far as it matters to the deployment, what a
     full KV cache costs it, and what a real server needs to start. ``whole``: its complete simulation, if there is one.
     """

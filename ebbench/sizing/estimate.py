@@ -134,14 +134,14 @@ def _variation(count: MetCounts, merged: int) -> tuple[float, int]:
 
     Every further probe of a search fits the earlier ones again.
     """
-    batches = _joined([(met, counted) for met, counted in count.batches if counted], merged)
+    batches = _merge_batches([(met, counted) for met, counted in count.batches if counted], merged)
     if len(batches) < 2 or not 0 < count.met < count.counted:
         return 0.0, 0
     p = count.share
     return sum((met - counted * p) ** 2 / (counted * p * (1 - p)) for met, counted in batches), len(batches) - 1
 
 
-def _joined(batches: Sequence[tuple[int, int]], merged: int) -> list[tuple[int, int]]:
+def _merge_batches(batches: Sequence[tuple[int, int]], merged: int) -> list[tuple[int, int]]:
     """Sums of ``merged`` neighbouring batches each."""
     parts = [batches[first : first + merged] for first in range(0, len(batches), merged)]
     return [(sum(met for met, _ in part), sum(counted for _, counted in part)) for part in parts]

@@ -80,9 +80,9 @@ class LatencyLimits:
 
     def masks(self, columns: RequestColumns) -> list[Mask]:
         """Per requirement, a mask of the requests that it applies to."""
-        every = np.ones(len(columns.status), np.bool_)
+        all_requests = np.ones(len(columns.status), np.bool_)
         some: dict[str | None, Mask] = {name: columns.request_class == name for name in self.named}
-        some |= {None: every, OTHERS: ~np.isin(columns.request_class, self.classes)}
+        some |= {None: all_requests, OTHERS: ~np.isin(columns.request_class, self.classes)}
         return [some[requirement.of_class] for requirement in self.requirements()]
 
     def __str__(self) -> str:
@@ -123,10 +123,10 @@ def _refuse_implied(limits: LatencyLimits) -> None:
         given.append((Tail(metric, limits.attainment, limit, of_class), f"{name}:{limit:g}"))
     given += [(tail, str(tail)) for tail in limits.tails]
     for place, (tail, text) in enumerate(given):
-        for other, stricter in given[:place] + given[place + 1 :]:
+        for other_tail, stricter in given[:place] + given[place + 1 :]:
             if text == stricter:
                 raise UsageError(f"--goodput: {text} is given twice; give it once")
-            if other.name == tail.name and other.share >= tail.share and other.limit_ms <= tail.limit_ms:
+            if other_tail.name == tail.name and other_tail.share >= tail.share and other_tail.limit_ms <= tail.limit_ms:
                 raise UsageError(f"--goodput: where {stricter} is met, {text} is met too; leave one of them out")
 
 

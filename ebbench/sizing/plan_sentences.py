@@ -93,10 +93,10 @@ def _count(candidates: Sequence[Candidate]) -> str:
 
 def _names(candidates: Sequence[Candidate], choice: DeploymentChoice) -> str:
     """``l40s tp1, h100 tp1 tp2 (v1)``: the policies where not all candidates of a device and shape are named."""
-    every = _policies(_all_candidates(choice))
+    all_policies = _policies(_all_candidates(choice))
     by_device: dict[tuple[str, str], list[str]] = {}
     for (device, shape), policies in _policies(candidates).items():
-        named = "" if policies == every.get((device, shape)) else f" ({', '.join(policies)})"
+        named = "" if policies == all_policies.get((device, shape)) else f" ({', '.join(policies)})"
         by_device.setdefault((device, named), []).append(shape)
     return ", ".join(f"{device} {' '.join(shapes)}{named}" for (device, named), shapes in by_device.items())
 
@@ -319,7 +319,7 @@ def _caveats(choice: DeploymentChoice, task: PlanTask) -> list[str]:
     return [f"{line.removesuffix('.')}." for line in lines]
 
 
-def _caveats_of(costed: Costed, task: PlanTask) -> tuple[str, ...]:
+def _caveats_of(costed: Costed, task: PlanTask) -> tuple[RunWarning, ...]:
     return caveats(task.on(costed.deployment.candidate), costed.deployment, costed.stress)
 
 
@@ -384,7 +384,7 @@ def _deployment(costed: Costed, task: PlanTask, prices: Mapping[str, float]) -> 
     reading, stress = costed.deployment.reading, costed.stress
     return {
         **vars(costed.deployment.candidate),
-        "caveats": list(_caveats_of(costed, task)),
+        "caveats": [said.to_dict(str(said)) for said in _caveats_of(costed, task)],
         "replicas": costed.deployment.replicas,
         "gpus": costed.deployment.gpus,
         "cost_per_hour": costed.cost if prices else None,

@@ -24,10 +24,11 @@ from ebbench.config.declare import (
     OUTPUT,
     SEARCH,
     Declared,
+    check_ranges,
     declare,
     declared_in,
 )
-from ebbench.config.topology import TopologySpec
+from ebbench.config.topology import MOST_UNITS, TopologySpec
 from ebbench.errors import UsageError
 from ebbench.spec.client import ClientOptions
 from ebbench.spec.server import (
@@ -37,8 +38,9 @@ from ebbench.spec.server import (
     drafts_synchronously,
     is_server,
     version_defaults,
+    with_acceptance,
 )
-from ebbench.workloads.options import PlanOptions, is_recorded, scenario_meant
+from ebbench.workloads.options import PlanOptions, fitted_acceptance, is_recorded, scenario_meant
 
 MOST_LETTERS = 200
 _UNPRINTED = re.compile(r"[\x00-\x1f\x7f]")
@@ -151,8 +153,15 @@ class ClusterOptions:
     )  # fmt: skip
     decode_dispatch: str | None = declare(None, "Dispatch policy of the decode pool. Default: iqr with sbs.", CLUSTER)
     replicas: int | None = declare(
-        None, "Engines behind a dispatcher: vLLM servers and the gateway, or simulated ones.", CLUSTER
+        None,
+        "Engines behind a dispatcher: vLLM servers and the gateway, or simulated ones.",
+        CLUSTER,
+        at_least=1,
+        at_most=MOST_UNITS,
     )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
     def named(self) -> ClusterOptions:
         """The same with the topology's label, for tables and file names."""
@@ -285,6 +294,8 @@ def make_spec(settings: Mapping[str, Any], *, with_text: bool | None = None) -> 
     plan["scenario"] = scenario_meant(
         plan["workload"], plan.get("scenario"), plan.get("request_rate"), plan.get("burstiness")
     )
+    if server.get("speculative") is not None:
+        server["speculative"] = with_acceptance(server["speculative"], fitted_acceptance(plan["workload"]))
     if engine in VIRTUAL_TIME:
         own = {"device": DEFAULT_DEVICE, "model": DEFAULT_MODEL, **own}
         server = version_defaults(server.get("vllm_version")) | server

@@ -253,8 +253,8 @@ def caveats(result: Result) -> list[str]:
     valid = [entry for entry in result.finished if entry.measured.valid]
     settings = [settings_of(entry.cell) for entry in valid]
     axes = [{name: str(plain(own[name])) for name in result.sweep.axes} for own in settings]
-    said = [entry.measured.caveats for entry in valid]
-    return told_once(said, by_settings(axes, lambda name, values: f"{name}={values}", "cells"))
+    texts_by_cell = [entry.measured.caveats for entry in valid]
+    return told_once(texts_by_cell, by_settings(axes, lambda name, values: f"{name}={values}", "cells"))
 
 
 SHOWN_INVALID = 20
@@ -316,9 +316,9 @@ EQUAL = "equal"
 
 def _figures(finding: Finding) -> list[str]:
     s = finding.sensitivity
-    every = finding.equal and len(finding.equal) + 1 == s.cells
+    all_equal = finding.equal and len(finding.equal) + 1 == s.cells
     limits = [
-        EQUAL if every else numbers.DASH if limit is None else str(limit) for limit in (s.best_budget, s.best_size)
+        EQUAL if all_equal else numbers.DASH if limit is None else str(limit) for limit in (s.best_budget, s.best_size)
     ]
     ratio = numbers.DASH if s.range_ratio is None else f"{s.range_ratio:.2f}"
     return [

@@ -81,7 +81,7 @@ def load_sweep(path: Path) -> Sweep:
     """
     file = load_toml(path, _File)
     lists = {f.name: values for f in _SETTINGS.values() if (values := getattr(file.grid, f.name)) is not msgspec.UNSET}
-    common = _given(path, file.common)
+    common = _given_settings(path, file.common)
     _check_file(path, file, lists, common)
     if file.repeats > 1:
         seeds = lists.get("seed", [common.pop("seed", 0)])
@@ -143,7 +143,7 @@ def _policy(path: Path, name: str) -> str:
         raise InputFileError(path, str(error)) from None
 
 
-def _given(path: Path, table: Any) -> dict[str, Any]:
+def _given_settings(path: Path, table: Any) -> dict[str, Any]:
     given = {f.name: value for f in _SETTINGS.values() if (value := getattr(table, f.name)) is not msgspec.UNSET}
     return given | ({"policy": _policy(path, given["policy"])} if "policy" in given else {})
 
@@ -153,7 +153,9 @@ _Overrides = list[tuple[dict[str, Any], dict[str, Any]]]
 
 def _overrides(path: Path, file: Any, lists: dict[str, list[Any]]) -> _Overrides:
     """Pairs of conditions on a cell and settings for it. The axes stay as listed in the grid."""
-    overrides = [(_given(path, override.when), _given(path, override.set)) for override in file.overrides]
+    overrides = [
+        (_given_settings(path, override.when), _given_settings(path, override.set)) for override in file.overrides
+    ]
     for when, change in overrides:
         if not when or not change:
             raise InputFileError(path, "an override needs both `when` and `set`")

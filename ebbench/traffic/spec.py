@@ -44,9 +44,6 @@ class CurveSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         _refuse([not_positive("period_s", self.period_s)])
 
 
-_OF_ARRIVALS = ("rate", "share", "level", "burstiness", "curve", "gaps", "tick_s", "even", "roots", "centres")
-
-
 class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One phase. Closed loop: ``max_concurrency``. Open loop: ``process`` and a rate.
 
@@ -319,11 +316,11 @@ def _phase_times(
     if phase.duration_s is None:
         times = _draw(phase, rate, size, size / rate, rng)
         return start_s + times, start_s + (float(times[-1]) if size else 0.0)
-    times = _draw(phase, rate, _enough(phase, rate * phase.duration_s, wanted), phase.duration_s, rng)
+    times = _draw(phase, rate, _arrivals_to_draw(phase, rate * phase.duration_s, wanted), phase.duration_s, rng)
     return start_s + times[times < phase.duration_s], start_s + phase.duration_s
 
 
-def _enough(phase: Phase, expected: float, wanted: int | None) -> int:
+def _arrivals_to_draw(phase: Phase, expected: float, wanted: int | None) -> int:
     """Number of arrivals to draw for a phase of fixed duration; they are then cut at its end."""
     # Ten standard deviations above the expected number, enough for any practical burstiness.
     enough = expected + 10 * np.sqrt(expected / min(1.0, phase.burstiness)) + 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -154,15 +155,21 @@ def fit_workload(trace: Trace, name: str, time_unit: str | None = None) -> Workl
         prefixes=None if repeats is None else _prefixes(requests, repeats),
         # Which prompts repeat which depends on their order already; with a drift Mooncake came no closer.
         drift=None if repeats is not None else fit_drift(_sizes(requests), None if several else requests.output_tokens),
+        acceptance=tuple(round(rate, 6) for rate in trace.collected.acceptance),
     )
     profile = Profile(input=_summary(requests.input_tokens), output=_summary(requests.output_tokens))
     return WorkloadSpec(
         name=name,
-        description=f"Fitted to {len(requests):,} requests of a log",
+        description=f"Fitted to {len(requests):,} requests of a log{_drafted(fitted.acceptance)}",
         num_prompts=requests.sessions,
         profile=profile,
         fitted=fitted,
     )
+
+
+def _drafted(acceptance: Sequence[float]) -> str:
+    rates = ", ".join(f"{rate:.2f}" for rate in acceptance)
+    return f"; drafted tokens accepted by position: {rates} (--speculative method=M takes them)" if rates else ""
 
 
 def _summary(tokens: Any) -> LengthSpec:
@@ -297,18 +304,18 @@ def as_toml(workload: WorkloadSpec, source: str) -> str:
 
     Written here, since tomli-w puts every number of a list on a line of its own: thousands of lines instead of 200.
     """
-    tables = _given(workload)
+    tables = _without_defaults(workload)
     lines = [f"# Fitted by `ebbench workloads fit {source}`: distributions, no record of the log.", ""]
     _write(tables, (), lines)
     return "\n".join(lines) + "\n"
 
 
-def _given(value: Any) -> Any:
+def _without_defaults(value: Any) -> Any:
     """Structs as tables of the fields that differ from their defaults."""
     if isinstance(value, msgspec.Struct):
         fields = msgspec.structs.fields(value)
-        return {f.name: _given(inner) for f in fields if (inner := getattr(value, f.name)) != f.default}
-    return [_given(inner) for inner in value] if isinstance(value, tuple) else value
+        return {f.name: _without_defaults(inner) for f in fields if (inner := getattr(value, f.name)) != f.default}
+    return [_without_defaults(inner) for inner in value] if isinstance(value, tuple) else value
 
 
 def _write(table: dict[str, Any], path: tuple[str, ...], lines: list[str]) -> None:

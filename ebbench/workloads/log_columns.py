@@ -58,7 +58,7 @@ _NOTHING = {
 def failure_reader(columns: Columns, log: LogFile) -> Callable[[Mapping[str, Any]], tuple[str, str] | None]:
     """A function that returns why a record's request failed, with the role that says so; None if it did not."""
     status = columns.getter("status")
-    http = any(_HTTP.fullmatch(_plain(status(record.value))) for record in log.sample)
+    http = any(_HTTP.fullmatch(_lower_text(status(record.value))) for record in log.sample)
     readers = {"status": _failed_http if http else _failed_status, "error": _error, "success": _unsuccessful}
     checks = [(role, columns.getter(role), readers[role]) for role in ROLES if role in columns.names]
 
@@ -74,7 +74,7 @@ def tells_failures(column: str, log: LogFile) -> bool:
         return True
     get = value_at(column)
     values = [value for record in log.sample if (value := get(record.value)) not in (None, "")]
-    return bool(values) and all(type(known) in (str, int, float) and _is_status(_plain(known)) for known in values)
+    return bool(values) and all(type(known) in (str, int, float) and _is_status(_lower_text(known)) for known in values)
 
 
 def keeps_failed(failed_by: Collection[str], columns: Mapping[str, str]) -> str:
@@ -83,7 +83,7 @@ def keeps_failed(failed_by: Collection[str], columns: Mapping[str, str]) -> str:
     return f"--columns {','.join(f'{role}=-' for role in roles)}" if roles else ""
 
 
-def _plain(value: object) -> str:
+def _lower_text(value: object) -> str:
     return str(value).strip().lower()
 
 
@@ -95,12 +95,12 @@ def _is_status(text: str) -> bool:
 
 
 def _failed_status(value: Any) -> str:
-    return _failed_text(_plain(value)) if isinstance(value, str | int | float) else ""
+    return _failed_text(_lower_text(value)) if isinstance(value, str | int | float) else ""
 
 
 def _failed_http(value: Any) -> str:
     """As for any status; among codes of HTTP, 0 is a request without an answer."""
-    return f"status {value}" if _plain(value) in ("0", "000", "0.0", "-1") else _failed_status(value)
+    return f"status {value}" if _lower_text(value) in ("0", "000", "0.0", "-1") else _failed_status(value)
 
 
 @lru_cache(maxsize=1024)
@@ -113,13 +113,13 @@ def _failed_text(text: str) -> str:
 def _error(value: Any) -> str:
     if value in (None, False, 0, {}, []) or value != value:
         return ""
-    text = _plain(value)
+    text = _lower_text(value)
     code = _HTTP.fullmatch(text)
     return "" if text in _NOTHING or (code and int(code[1]) < 400) else "an error"
 
 
 def _unsuccessful(value: Any) -> str:
-    return "success false" if value is not None and _plain(value) in _UNSUCCESSFUL else ""
+    return "success false" if value is not None and _lower_text(value) in _UNSUCCESSFUL else ""
 
 
 _UNSUCCESSFUL = {"false", "f", "no", "n", "0", "0.0", "failed", "error", "ko"}
@@ -143,6 +143,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
         "timestamp", "start_time", "arrival_time", "arrived_at", "start_timestamp", "request_start", "started_at",
         "arrival", "arrival_timestamp", "start", "time", "ts", "created_at", "created", "date_time", "datetime", "date",
         "time_local", "time_iso8601", "msec", "event_time", "sent_at", "t",
+        "intended",
     ),
     "end": ("end_time", "end_timestamp", "request_end", "ended_at", "completed_at", "finished_at", "end"),
     "duration": (
@@ -170,6 +171,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "class": ("class", "request_class", "traffic_class", "service_class", "slo_class"),
     "hash_ids": ("hash_ids", "block_hashes", "prefix_hash_ids"),
     "cached": ("cached_tokens", "cache_read_input_tokens", "cached_input_tokens", "prompt_cache_hit_tokens"),
+    "accepted": ("acceptance_histogram", "spec_correct_drafts_histogram", "spec_accept_histogram"),
     "messages": ("messages", "conversations_messages", "chat_messages"),
     "prompt": ("prompt", "prompt_text", "input_text", "text_input", "query", "question", "instruction"),
     "answer": ("completion", "response_text", "output_text", "answer", "generated_text", "response", "output"),
@@ -276,7 +278,7 @@ def recognise(names: Sequence[str], asked: Mapping[str, str]) -> Columns:
     Raises UsageError if a column that was asked for does not exist, or would have two roles.
     """
     chosen: dict[str, str] = {}
-    other: list[str] = []
+    also_named: list[str] = []
     units: dict[str, str] = {}
     for role in ALIASES:
         if (column := asked.get(role)) is not None:
@@ -291,11 +293,11 @@ def recognise(names: Sequence[str], asked: Mapping[str, str]) -> Columns:
             matches = _matches(role, names, asked.values())
             if matches:
                 chosen[role] = matches[0]
-                other += matches[1:] if role in ("input", "output", "time", "session") else []
+                also_named += matches[1:] if role in ("input", "output", "time", "session") else []
         if role in _TIMES and role in chosen and (unit := _UNIT.search(plain_name(chosen[role]))):
             units[role] = _UNITS.get(unit[1], unit[1])
     added = () if "input" in asked else _parts_of_input(chosen.get("input", ""), names)
-    return Columns(chosen, units, tuple(other), added)
+    return Columns(chosen, units, tuple(also_named), added)
 
 
 def _parts_of_input(column: str, names: Sequence[str]) -> tuple[str, ...]:

@@ -83,9 +83,9 @@ class Mixture:
             )
         return counts
 
-    def most(self, held: Sequence[int]) -> int:
+    def most(self, counts: Sequence[int]) -> int:
         """The most sessions for which no class needs more than it holds."""
-        return int(min(count / share for count, share in zip(held, self.shares, strict=True)))
+        return int(min(count / share for count, share in zip(counts, self.shares, strict=True)))
 
     @property
     def shares(self) -> list[float]:
@@ -204,10 +204,10 @@ def mixed(mixture: Mixture, parts: Sequence[Requests], seed: int, priorities: st
         for request_class in mixture.classes
         if request_class.priority is not None
     }
-    return with_priorities(_joined(mixture, parts, seed), given | parse_priorities(priorities or ""))
+    return with_priorities(_join_classes(mixture, parts, seed), given | parse_priorities(priorities or ""))
 
 
-def _joined(mixture: Mixture, parts: Sequence[Requests], seed: int) -> Requests:
+def _join_classes(mixture: Mixture, parts: Sequence[Requests], seed: int) -> Requests:
     counts = [part.sessions for part in parts]
     class_of = substream(seed, "class/order").permutation(np.repeat(np.arange(len(parts)), counts))
     session = np.concatenate([np.flatnonzero(class_of == at)[part.session] for at, part in enumerate(parts)])

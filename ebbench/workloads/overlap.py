@@ -182,15 +182,15 @@ def _step(starts: Starts, rows: Int64s) -> Step:
 def _ranges(running: Int64s) -> Int64s:
     """Tops of ranges of successive numbers, each with enough requests."""
     numbers, counts = np.unique(running, return_counts=True)
-    tops, held = [], 0
+    tops, in_range = [], 0
     for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-        held += count
-        if held >= _FEWEST:
+        in_range += count
+        if in_range >= _FEWEST:
             tops.append(number)
-            held = 0
+            in_range = 0
     if not tops:
         return numbers[-1:]
-    tops[-1] = numbers[-1] if held else tops[-1]
+    tops[-1] = numbers[-1] if in_range else tops[-1]
     return np.array(tops, np.int64)
 
 
@@ -229,7 +229,7 @@ def draw_session(overlap: Overlap, turns: int, rng: np.random.Generator) -> Sess
     drawn, running = Session([_ONLY], [0]), 0
     for what, size in rng.random((turns - 1, 2)).tolist():
         running += 1
-        ended = _ended(overlap.after[drawn.case[-1]], running, what, size)
+        ended = _draw_ended(overlap.after[drawn.case[-1]], running, what, size)
         drawn.case.append(_case(ended, running))
         drawn.ended.append(ended)
         running -= ended
@@ -267,7 +267,7 @@ def draw_order(
     return order
 
 
-def _ended(after: Step, running: int, what: float, size: float) -> int:
+def _draw_ended(after: Step, running: int, what: float, size: float) -> int:
     """How many of the running requests have ended."""
     at = min(bisect_left(after.running, running), len(after.running) - 1)
     none, single = after.none_ended[at], after.one_ended[at]

@@ -16,7 +16,7 @@ from ebbench.errors import UsageError
 from ebbench.records.content import with_block_tokens
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
-from ebbench.records.warnings import caveat
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.traffic.arrivals import substream
 from ebbench.traffic.lengths import length_spec
 from ebbench.traffic.spec import (
@@ -93,7 +93,7 @@ def _counts(requests: Requests) -> dict[str, Any]:
     }
 
 
-def _within(requests: Requests, limits: LengthLimits) -> tuple[Requests, Int64s, tuple[str, ...]]:
+def _within(requests: Requests, limits: LengthLimits) -> tuple[Requests, Int64s, tuple[RunWarning, ...]]:
     """Requests within the limit, indices of the sessions kept, and warnings."""
     everything = np.arange(requests.sessions)
     if limits.max_model_len is None:
@@ -113,7 +113,7 @@ def _within(requests: Requests, limits: LengthLimits) -> tuple[Requests, Int64s,
         )
     if not fits.any():
         raise UsageError(f"none of the {len(requests)} requests fits max_model_len {limits.max_model_len}; raise it")
-    note = caveat("too-long-dropped", dropped=count, requests=len(requests), max_model_len=limits.max_model_len)
+    note = warning("too-long-dropped", dropped=count, requests=len(requests), max_model_len=limits.max_model_len)
     return requests.keep(fits), np.unique(requests.session[fits]), (*requests.warnings, note)
 
 
@@ -326,7 +326,7 @@ def _mixed(options: PlanOptions) -> tuple[Requests, Schedule, ScenarioSpec]:
         raise UsageError(f"scenario {scenario.name!r} {own}; several workloads take --request-rate, -c or both")
     _check_times(options, scenario, trace=False)
     own_options = [class_options(request_class, options) for request_class in mixture.classes]
-    default = mixture.num_prompts or mixture.most([_held(of_class) for of_class in own_options])
+    default = mixture.num_prompts or mixture.most([_sessions_held(of_class) for of_class in own_options])
     schedule = make_schedule(scenario, options.load, options.num_prompts, default, options.seed)
     counts, parts = mixture.counts(schedule.sessions), []
     for request_class, of_class, count in zip(mixture.classes, own_options, counts, strict=True):
@@ -344,7 +344,7 @@ def _mixed(options: PlanOptions) -> tuple[Requests, Schedule, ScenarioSpec]:
     return mixed(mixture, parts, options.seed, options.priorities), schedule, scenario
 
 
-def _held(options: PlanOptions) -> int:
+def _sessions_held(options: PlanOptions) -> int:
     """Sessions that a workload holds, or plans by default."""
     path = recorded_file(options.workload)
     if path is None:
@@ -535,7 +535,7 @@ def _from_trace(options: PlanOptions, scenario: ScenarioSpec) -> tuple[Requests,
     # The recorded lengths in order, at the scenario's times.
     schedule = make_schedule(scenario, options.load, options.num_prompts, requests.sessions, options.seed)
     asker = "--num-prompts asks" if options.num_prompts is not None else f"scenario {scenario.name} asks"
-    requests, sessions, first = _enough(requests, schedule.sessions, options, asker)
+    requests, sessions, first = _repeat_log(requests, schedule.sessions, options, asker)
     if sessions < schedule.sessions:
         schedule = make_schedule(scenario, options.load, sessions, sessions, options.seed)
     return first_sessions(requests, sessions, first), schedule
@@ -548,7 +548,7 @@ def _replay(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) ->
     if options.speed is not None:
         replay = msgspec.structs.replace(replay, speed=options.speed)
     part = sliced(requests, replay)
-    part, asked, first = _enough(part, options.num_prompts or 0, options, "--num-prompts asks", replay.repeat)
+    part, asked, first = _repeat_log(part, options.num_prompts or 0, options, "--num-prompts asks", replay.repeat)
     requests = replayed(part, replay, options.request_rate, first + asked)
     requests = first_sessions(requests, asked or requests.sessions, first)
     if options.duration_s is not None:
@@ -557,7 +557,7 @@ def _replay(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) ->
     return requests, Schedule((scenario.name,), (requests.sessions,), arrival_s=requests.arrival_s)
 
 
-def _enough(
+def _repeat_log(
     requests: Requests, asked: int, options: PlanOptions, asker: str, times: int = 1
 ) -> tuple[Requests, int, int]:
     """A log, with a note if it has too few sessions, how many of those asked for it gives, and the first to take.
@@ -566,15 +566,16 @@ def _enough(
     the scenario repeats it.
     """
     again, have = repeatable(requests), requests.sessions * times
-    first, note = 0, ""
+    first = 0
+    note: RunWarning | None = None
     if options.redraw and 0 < asked < have:
         places = have if again else have - asked + 1
         first = int(substream(options.seed, "content/log").integers(places))
-        note = caveat("part-of-log", sessions=asked, log_sessions=have)
+        note = warning("part-of-log", sessions=asked, log_sessions=have)
     elif asked > have and again:
-        note = caveat("log-read-again", sessions=asked, log_sessions=have)
+        note = warning("log-read-again", sessions=asked, log_sessions=have)
     elif asked > have:
-        note = caveat("log-too-short", sessions=asked, log_sessions=have, asker=asker)
+        note = warning("log-too-short", sessions=asked, log_sessions=have, asker=asker)
     facts = {**requests.facts, "log_sessions": requests.sessions}
     requests = replace(requests, facts=facts, warnings=(*requests.warnings, *filter(None, [note])))
     return requests, asked if again else min(asked, have), first

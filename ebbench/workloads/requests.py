@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.config.declare import setting
+from ebbench.records.warnings import RunWarning
 
 # Builds Arrow arrays directly from numpy buffers.
 #
@@ -118,7 +119,7 @@ class Requests:
     offset_s: Floats | None = None
     primed_tokens: Int32s | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[RunWarning, ...] = ()
 
     def __len__(self) -> int:
         return len(self.session)
@@ -149,9 +150,9 @@ class Requests:
             priority=None if self.priority is None else self.priority[mask],
             offset_s=None if self.offset_s is None else self.offset_s[mask],
             primed_tokens=None if self.primed_tokens is None else self.primed_tokens[mask],
-            lora=_chosen(self.lora, mask),
-            images=_chosen(self.images, mask),
-            classes=_chosen(self.classes, mask),
+            lora=_rows_chosen(self.lora, mask),
+            images=_rows_chosen(self.images, mask),
+            classes=_rows_chosen(self.classes, mask),
         )
 
     def _after_kept(self, mask: npt.NDArray[np.bool_]) -> list[Sequence[int] | None]:
@@ -204,7 +205,7 @@ class Requests:
         )
 
 
-def _chosen(values: Sequence[Any] | None, mask: npt.NDArray[np.bool_]) -> list[Any] | None:
+def _rows_chosen(values: Sequence[Any] | None, mask: npt.NDArray[np.bool_]) -> list[Any] | None:
     return None if values is None else [values[row] for row in np.flatnonzero(mask).tolist()]
 
 

@@ -20,7 +20,6 @@ import datetime as dt
 import math
 import re
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -183,14 +182,6 @@ class StampColumn:
         return Stamps(first, offsets - lowest, self._iso, self.fractions / len(offsets))
 
 
-def collect_stamps(stamps: Iterable[Stamp]) -> Stamps:
-    """Combine the times of one trace. Raises ValueError if their kinds are mixed."""
-    column = StampColumn()
-    for stamp in stamps:
-        column.append(stamp)
-    return column.stamps()
-
-
 @dataclass(frozen=True)
 class TimeReading:
     """The unit of a trace's times (one of NAMES), and why."""
@@ -224,8 +215,8 @@ def read_time_unit(
     slowest, fastest = PLAUSIBLE_RATE
     if not stamps.whole and whole_numbers_are is not None and stamps.rate(whole_numbers_are) < FASTEST_DEFINED_RATE:
         if stamps.fractions <= FEW_FRACTIONS and stamps.rate(whole_numbers_are) >= slowest:
-            other = f"--time-unit s would make it {short_number(stamps.rate('s'))} per second"
-            return TimeReading(whole_numbers_are, f"nearly all whole numbers, by the format's definition; {other}")
+            in_seconds = f"--time-unit s would make it {short_number(stamps.rate('s'))} per second"
+            return TimeReading(whole_numbers_are, f"nearly all whole numbers, by the format's definition; {in_seconds}")
     elif not stamps.whole and stamps.rate("s") >= slowest:
         return TimeReading("s", "numbers with fractions")
     if stamps.whole and whole_numbers_are is not None and slowest <= stamps.rate(whole_numbers_are) < fastest:
@@ -255,11 +246,11 @@ def mixed_epochs(stamps: Stamps) -> tuple[str, str, int] | None:
     values = stamps.first + stamps.offsets
     for place, per_second in enumerate(TIME_UNITS.values()):
         units[(values >= earliest * per_second) & (values <= latest * per_second)] = place
-    other = np.flatnonzero(units != units[0])
-    if (units < 0).any() or not len(other):
+    unlike = np.flatnonzero(units != units[0])
+    if (units < 0).any() or not len(unlike):
         return None
-    first, second = (NAMES[list(TIME_UNITS)[units[at]]] for at in (0, other[0]))
-    return first, second, int(other[0])
+    first, second = (NAMES[list(TIME_UNITS)[units[at]]] for at in (0, unlike[0]))
+    return first, second, int(unlike[0])
 
 
 def short_number(value: float) -> str:

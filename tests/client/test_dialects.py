@@ -447,7 +447,7 @@ def test_an_absent_tokenizer_is_said() -> None:
     with raw_server(answer) as server:
         done = run(server.url, plan_of(1), tokenizer="no/such-model")
     assert column(done, "error_class") == ["no_usage"]
-    assert [note for note in done.warnings if "--tokenizer no/such-model is not available" in note]
+    assert [note for note in map(str, done.warnings) if "--tokenizer no/such-model is not available" in note]
 
 
 FIELDS = st.sampled_from(

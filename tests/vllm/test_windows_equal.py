@@ -21,6 +21,7 @@ LAYOUTS = {
     "five windows": (KvGroup(1, 16), KvGroup(5, 16, window=33)),
     "wide blocks": (KvGroup(1, 32), KvGroup(3, 16, window=64)),
     "windows only": (KvGroup(1, 16, window=40),),
+    "chunks": (KvGroup(1, 16), KvGroup(3, 16, chunk=64)),
 }
 
 

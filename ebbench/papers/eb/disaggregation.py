@@ -29,6 +29,7 @@ from ebbench.installation import REFERENCE
 from ebbench.papers.protocols import FIXED_THETA, SERVER_BUDGET, SERVER_SEQS, Protocol, ebplus_as_run, protocol_cells
 from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, SYNTHETIC, gpu_title, pick
 from ebbench.papers.table import Content, PaperOptions, PaperTable, Published
+from ebbench.records.warnings import shown_text
 from ebbench.runs.store import Measured, RunStore
 from ebbench.spec.run import RunSpec
 
@@ -150,7 +151,7 @@ def _cell(options: PaperOptions, device: str, protocol: Protocol) -> RunSpec:
     return protocol_cells(protocol, device, options.model(), options.num_prompts, weight)[0]
 
 
-def _further(options: PaperOptions, ranks: int) -> dict[str, PolicyOnTopology]:
+def _further_policies(options: PaperOptions, ranks: int) -> dict[str, PolicyOnTopology]:
     """The policies that were asked for in addition to v1 and EB+, on data-parallel ranks like those."""
     return {p: replicas(f"{p}, DP={ranks}", ranks, p) for p in options.further("v1", "ebplus")}
 
@@ -187,12 +188,12 @@ def _cell19(options: PaperOptions, device: str, choice: PolicyOnTopology, concur
 
 
 def _cells19(options: PaperOptions) -> list[RunSpec]:
-    settings = product(options.devices or GPUS, (_ALL_TWO | _further(options, 2)).values(), REQUESTS19)
+    settings = product(options.devices or GPUS, (_ALL_TWO | _further_policies(options, 2)).values(), REQUESTS19)
     return [_cell19(options, *setting) for setting in settings]
 
 
 def _section19(options: PaperOptions, store: RunStore, device: str) -> Section:
-    further = _further(options, 2)
+    further = _further_policies(options, 2)
     rows = []
     for concurrency in REQUESTS19:
         by_name = {
@@ -205,7 +206,7 @@ def _section19(options: PaperOptions, store: RunStore, device: str) -> Section:
                 where = {"concurrency": str(concurrency), "metric": metric, "gpu": gpu_title(device)}
                 published = pick("table19_two_gpu", name, **where)
                 ours = value_or_oom(by_name[name], key, scale)
-                row += _beside(published, ours, failed=name == "disagg_1p1d" and device in GPUS)
+                row += _published_and_ours(published, ours, failed=name == "disagg_1p1d" and device in GPUS)
             base = value_or_oom(by_name["v1_dp2"], key, scale)
             for name in further:
                 row += _against(base, value_or_oom(by_name[name], key, scale))
@@ -218,7 +219,7 @@ def _content19(options: PaperOptions, store: RunStore) -> Content:
     for device, concurrency in product(options.devices or GPUS, REQUESTS19):
         measured = store.get(_cell19(options, device, TWO["disagg_1p1d"], concurrency))
         if measured is not None and measured.figures.get("dead"):
-            deaths.append(f"{gpu_title(device)}, c = {concurrency}: {measured.figures['dead']}.")
+            deaths.append(f"{gpu_title(device)}, c = {concurrency}: {shown_text(measured.figures['dead'])}.")
     notes = (
         f"Published: {EB_PAPER}, table 19 (F.4), Qwen3-8B on two GPUs; tokens/s count prompts and answers. 1,000 "
         "requests of 512 tokens, outputs of 256 on average; 4,000 with 2,048 open, which is inferred.",
@@ -251,13 +252,13 @@ def _cells20(options: PaperOptions) -> list[RunSpec]:
         for device in (options.devices or GPUS)
         for mix in MIXES
         for c in CONCURRENCY20
-        for choice in (FOUR | _further(options, 4)).values()
+        for choice in (FOUR | _further_policies(options, 4)).values()
     ]
 
 
 def _section20(options: PaperOptions, store: RunStore, device: str) -> Section:
     rows = [row for setting in product(MIXES, CONCURRENCY20) for row in _rows20(options, store, device, *setting)]
-    columns = labels("mix", "c", "metric") + _columns(FOUR, _further(options, 4))
+    columns = labels("mix", "c", "metric") + _columns(FOUR, _further_policies(options, 4))
     return Section(gpu_title(device), columns, tuple(rows))
 
 
@@ -265,7 +266,7 @@ def _rows20(
     options: PaperOptions, store: RunStore, device: str, mix: str, concurrency: int
 ) -> Iterator[tuple[Value, ...]]:
     """One row per metric."""
-    further = _further(options, 4)
+    further = _further_policies(options, 4)
     by_name = {
         name: store.get(_cell20(options, device, choice, mix, concurrency)) for name, choice in (FOUR | further).items()
     }
@@ -276,14 +277,14 @@ def _rows20(
                 "table20_four_gpus", "value", gpu=gpu_title(device), concurrency=str(concurrency),
                 workload=mix, setting=name, metric=metric,
             )  # fmt: skip
-            row += _beside(published, value_or_oom(by_name[name], key, scale), failed=device in GPUS)
+            row += _published_and_ours(published, value_or_oom(by_name[name], key, scale), failed=device in GPUS)
         base = value_or_oom(by_name["v1_dp4"], key, scale)
         for name in further:
             row += _against(base, value_or_oom(by_name[name], key, scale))
         yield tuple(row)
 
 
-def _beside(published: float | None, ours: Value, *, failed: bool) -> tuple[Value, Value, Value]:
+def _published_and_ours(published: float | None, ours: Value, *, failed: bool) -> tuple[Value, Value, Value]:
     """A published figure beside ours. ``failed``: a figure that was not published is that of a run without memory."""
     left: Value = "OOM" if published is None and failed else published
     if isinstance(ours, float) and published is not None:
@@ -320,18 +321,18 @@ def _why_best(title: str, best: Measured) -> str:
     return f": prefill GPUs busy {_busy(best):.0f} %, so that neither side waits long for the other"
 
 
-def _why(title: str, other: Measured, best: Measured) -> str:
-    """Why ``other`` was slower, if its figures show it."""
+def _why(title: str, measured: Measured, best: Measured) -> str:
+    """Why ``measured`` was slower, if its figures show it."""
     if title not in _POOLS:
-        tpot, best_tpot = other.get("mean_tpot_ms") or 0.0, best.get("mean_tpot_ms") or 0.0
+        tpot, best_tpot = measured.get("mean_tpot_ms") or 0.0, best.get("mean_tpot_ms") or 0.0
         if tpot > best_tpot:
             return f" (prompts among the decodes: TPOT {tpot:.1f} ms against {best_tpot:.1f})"
-        if _ttft(other) > _ttft(best):
-            return f" (decodes while prompts wait: first token after {_ttft(other):.1f} s against {_ttft(best):.1f})"
+        if _ttft(measured) > _ttft(best):
+            return f" (decodes while prompts wait: first token after {_ttft(measured):.1f} s against {_ttft(best):.1f})"
         return ""
-    if _busy(other) >= 100 * STARVED:
-        return f" (prefill is the bottleneck: busy {_busy(other):.0f} %, first token after {_ttft(other):.1f} s)"
-    return f" (decode is the bottleneck: prefill GPUs idle {100 - _busy(other):.0f} %)"
+    if _busy(measured) >= 100 * STARVED:
+        return f" (prefill is the bottleneck: busy {_busy(measured):.0f} %, first token after {_ttft(measured):.1f} s)"
+    return f" (decode is the bottleneck: prefill GPUs idle {100 - _busy(measured):.0f} %)"
 
 
 _POOLS = frozenset(choice.title for choice in FOUR.values() if choice.topology.disaggregated)
@@ -383,7 +384,7 @@ def _verdicts(options: PaperOptions, store: RunStore) -> Sequence[str]:
 
 def _best_policy(options: PaperOptions, store: RunStore, device: str, mix: str, concurrency: int) -> Iterator[str]:
     """The fastest of all policies on DP=4, if further ones were asked for; within 1 % of v1 nothing matters."""
-    further = _further(options, 4)
+    further = _further_policies(options, 4)
     if not further:
         return
     choices = [FOUR["v1_dp4"], FOUR["ebplus_dp4"], *further.values()]

@@ -149,8 +149,8 @@ def _synthetic_document(options: PaperOptions, store: RunStore) -> Content:
                 b, n = (pick("table16_synthetic_best_config", f"{prefix}_{w}", **where) for w in ("tokens", "seqs"))
                 swept = _swept(options, store, device, "qwen3-8b", workload, scheduler)
                 rates = grid_rates(store, _base(options, device, "qwen3-8b", workload, scheduler))
-                there = rates.get((int(b or 0), int(n or 0)), math.nan)
-                loss = None if swept is None or math.isnan(there) else there / swept.best - 1
+                rate_at_published = rates.get((int(b or 0), int(n or 0)), math.nan)
+                loss = None if swept is None or math.isnan(rate_at_published) else rate_at_published / swept.best - 1
                 best = _value(swept, "best_budget"), _value(swept, "best_size")
                 rows.append((where["workload"], scheduler, b, best[0], n, best[1], loss))
         sections.append(Section(gpu_title(device), columns, tuple(rows)))

@@ -260,8 +260,8 @@ def _chart2(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 def _crossing_title(device: str, model: str) -> str:
     crossover = marginal_curve(device_cost(device, model), CONTEXT_TOKENS).crossover
-    said = "no crossover" if crossover is None else f"crossover at r = {crossover:.2f}"
-    return f"{gpu_title(device)}, {model}: {said}"
+    crossing = "no crossover" if crossover is None else f"crossover at r = {crossover:.2f}"
+    return f"{gpu_title(device)}, {model}: {crossing}"
 
 
 def _chart8(options: PaperOptions, store: RunStore, published: bool) -> Any:

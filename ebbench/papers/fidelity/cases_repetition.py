@@ -71,7 +71,7 @@ def _protocol(case: str, model: str, scheduler: str) -> Protocol:
     if table == "table 2":
         return _real(detail, model, scheduler)
     if table == "table 3":
-        return replace(table3_protocol(detail, scheduler, DEVICE), policy=_later(scheduler))
+        return replace(table3_protocol(detail, scheduler, DEVICE), policy=_later_policy(scheduler))
     if table == "figure 3":
         return figure3_protocol(detail, scheduler)
     if table == "concurrency shift":
@@ -85,7 +85,7 @@ def _protocol(case: str, model: str, scheduler: str) -> Protocol:
     return _long_context(scheduler)
 
 
-def _later(scheduler: str) -> str:
+def _later_policy(scheduler: str) -> str:
     """The policies of 2026-05-16."""
     return ebplus_as_run(DEVICE) if scheduler == "ebplus" else scheduler
 
@@ -104,7 +104,7 @@ def _real(workload: str, model: str, scheduler: str) -> Protocol:
 def _concurrency_shift(concurrency: str, scheduler: str) -> Protocol:
     whole = table3_protocol("concurrency_shift", scheduler, DEVICE)
     plan = {**whole.plan, "num_prompts": SHIFT_REQUESTS[concurrency], "max_concurrency": int(concurrency)}
-    return replace(whole, plan=plan, policy=_later(scheduler), concurrencies=())
+    return replace(whole, plan=plan, policy=_later_policy(scheduler), concurrencies=())
 
 
 def _distribution_shift(scheduler: str, *, earlier: bool) -> Protocol:

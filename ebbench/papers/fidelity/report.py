@@ -54,7 +54,7 @@ def _digits(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _known(value: float) -> float | None:
+def _or_none(value: float) -> float | None:
     """None for NaN: a run that ended without the figure."""
     return None if isnan(value) else value
 
@@ -161,8 +161,8 @@ def published_and_ours(cells: Iterable[PublishedFigure]) -> Section:
     )
     rows = tuple(
         (
-            cell.device, cell.model, cell.case, cell.scheduler, cell.metric, _known(cell.published), _known(cell.ours),
-            _known(cell.error),
+            cell.device, cell.model, cell.case, cell.scheduler, cell.metric,
+            _or_none(cell.published), _or_none(cell.ours), _or_none(cell.error),
             "fitted" if cell.fitted else "" if cell.scored else f"unscored: {cell.note}",
         )
         for cell in cells
@@ -272,13 +272,13 @@ def read_cells(report: Path) -> list[PublishedFigure]:
 
 def merged_cells(kept: Sequence[PublishedFigure], made: Sequence[PublishedFigure]) -> list[PublishedFigure]:
     """The kept cells, with those of every source in ``made`` in the place of its kept ones; new sources at the end."""
-    again: dict[str, list[PublishedFigure]] = {}
+    cells_by_source: dict[str, list[PublishedFigure]] = {}
     for cell in made:
-        again.setdefault(cell.source, []).append(cell)
-    replaced, merged = set(again), list[PublishedFigure]()
+        cells_by_source.setdefault(cell.source, []).append(cell)
+    replaced, merged = set(cells_by_source), list[PublishedFigure]()
     for cell in kept:
-        merged += again.pop(cell.source, []) if cell.source in replaced else [cell]
-    return [*merged, *(cell for cells in again.values() for cell in cells)]
+        merged += cells_by_source.pop(cell.source, []) if cell.source in replaced else [cell]
+    return [*merged, *(cell for cells in cells_by_source.values() for cell in cells)]
 
 
 def all_scores(cells: Sequence[PublishedFigure]) -> dict[str, list[Score]]:
@@ -387,7 +387,7 @@ def collect(
         cells += capacity_cells()
     cases = [case for case in all_cases() if case.group in groups]
     compared = list(without_api_server(cases))
-    say = _counted(len(cases) + len(compared), tell)
+    say = _progress_lines(len(cases) + len(compared), tell)
     store = RunStore(runs)
 
     def figures(run: RunSpec) -> Mapping[str, Any]:
@@ -411,7 +411,7 @@ def collect(
     return cells
 
 
-def _counted(total: int, tell: Callable[[str], None]) -> Callable[[str], None]:
+def _progress_lines(total: int, tell: Callable[[str], None]) -> Callable[[str], None]:
     done = 0
 
     def say(text: str) -> None:
