@@ -23,7 +23,7 @@ from ebbench.analysis import trend
 from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.metrics import itl_ns, tpot_ns
 from ebbench.analysis.summary import Summary, summarise
-from ebbench.analysis.units import FIGURES, HIGHER_IS_BETTER, GateUnit
+from ebbench.analysis.units import FIGURES, GateUnit, is_higher_better
 from ebbench.config.topology import PoolSpec, TopologySpec, parse_topology
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.records import files
@@ -442,7 +442,7 @@ def otava_config(series: Sequence[Series]) -> str:
 
 
 def _direction(name: str) -> int:
-    return 1 if name in HIGHER_IS_BETTER else -1
+    return 1 if is_higher_better(name) else -1
 
 
 def export(kinds: Sequence[str], runs: Sequence[Run], directory: Path) -> list[Path]:

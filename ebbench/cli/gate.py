@@ -107,7 +107,8 @@ def _judged(sides: GateSides, wanted: PairsWanted, files: VerdictFiles, messages
     if as_json:
         sys.stdout.write(json.dumps(verdicts.to_json(verdict), indent=2, allow_nan=False) + "\n")
     else:
-        Console(highlight=False).print(verdicts.console(verdict))
+        console = Console(highlight=False)
+        console.print(verdicts.console(verdict, console.width))
     files.write(verdict)
     return verdict
 

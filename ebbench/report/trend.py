@@ -13,7 +13,7 @@ from ebbench.analysis.documents import Column, Document, Section, Value
 from ebbench.analysis.environment import UNKNOWN_DEVICE, differences, listed
 from ebbench.analysis.statistics import PairedInterval
 from ebbench.analysis.trend import Change, Point, Trend
-from ebbench.analysis.units import LABELS
+from ebbench.analysis.units import label_of
 from ebbench.records import files
 from ebbench.render import figures, numbers, palette
 from ebbench.render.documents import rendered
@@ -96,7 +96,7 @@ def _dates(points: Sequence[Point]) -> list[Value]:
 
 
 def _figure_columns(trend: Trend, shown: range) -> list[tuple[Column, list[Value]]]:
-    name, show = LABELS[trend.figure], numbers.duration_ms if trend.figure.endswith("_ms") else numbers.rate
+    name, show = label_of(trend.figure), numbers.duration_ms if trend.figure.endswith("_ms") else numbers.rate
     values = [trend.values[place] for place in shown]
     changes = {change.place: numbers.change(change.bounds[0]) for change in trend.changes}
     return [
@@ -126,7 +126,7 @@ def sentences(series: Series, title: str) -> list[str]:
     """What changed in a series, and whether its newest point is worse."""
     lines = []
     for trend in series:
-        name, points = LABELS[trend.figure], trend.points
+        name, points = label_of(trend.figure), trend.points
         lines += [_change_told(name, change, points[change.place]) for change in trend.changes]
         if trend.newest is not None and trend.newest.outcome == "fail":
             lines.append(
@@ -217,7 +217,7 @@ def _panel(trend: Trend, width: int, height: int) -> Any:
          **({"low": value.low, "high": value.high} if math.isfinite(value.high) else {})}
         for place, (point, value) in enumerate(zip(trend.points, trend.values, strict=True)) if value is not None
     ]  # fmt: skip
-    title = LABELS[trend.figure] + (", ms" if trend.figure.endswith("_ms") else "")
+    title = label_of(trend.figure) + (", ms" if trend.figure.endswith("_ms") else "")
     x = alt.X(
         "place:Q", title="point", scale=alt.Scale(nice=False, padding=8), axis=alt.Axis(tickMinStep=1, format="d")
     )
