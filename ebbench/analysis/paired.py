@@ -22,6 +22,7 @@ from ebbench.analysis.verdict import (
     GATED,
     Pair,
     drafts_apart,
+    figures_by_class,
     left_out,
     measured_somewhere,
     pair_units,
@@ -199,7 +200,7 @@ def _why_alone(groups: Mapping[str, Sequence[GateUnit]], allowed: Sequence[str])
 
 
 def _policy_contrasts(label: str, pairs: Sequence[Pair]) -> PolicyContrasts:
-    figures = [figure for figure in (*FIGURES, DRAFTS) if measured_somewhere(figure, pairs)]
+    figures = [figure for figure in (*FIGURES, DRAFTS, *figures_by_class(pairs)) if measured_somewhere(figure, pairs)]
     losses_by_figure = {figure: paired_losses(figure, pairs) for figure in figures}
     skipped = {figure: losses for figure, losses in losses_by_figure.items() if isinstance(losses, str)}
     contrasts = [_contrast(figure, pairs) for figure in losses_by_figure if figure not in skipped]

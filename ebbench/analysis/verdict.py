@@ -34,8 +34,17 @@ from ebbench.analysis.statistics import (
     sign_flip_p,
 )
 from ebbench.analysis.summary import ACCEPTED_ALIKE, sets_drafts
-from ebbench.analysis.units import DRAFTS, FIGURES, HIGHER_IS_BETTER, NAMES, GateUnit, require_one_environment
-from ebbench.errors import DataError, UsageError
+from ebbench.analysis.units import (
+    DRAFTS,
+    FIGURES,
+    OF_CLASSES,
+    GateUnit,
+    classes_among,
+    is_higher_better,
+    name_of,
+    require_one_environment,
+)
+from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.records.warnings import ABOUT_SERVER, WARM_CACHE, Fact, fact
 
 Outcome = Literal["pass", "fail", "inconclusive"]
@@ -257,11 +266,11 @@ def judge(
     ``further_notes`` precede those on the pairs. ``with_detectable`` False skips the least detectable effects, which do
     not influence the verdict. Pairs with a run of ``--repeats auto`` are judged by the sequential rules.
     """
-    _check(rules)
+    _check(rules, pairs)
     rules = replace(rules, sequential=rules.sequential or repeated_until_clear(pairs))
     losses, skipped = {}, {}
     drafted = [DRAFTS] if measured_somewhere(DRAFTS, pairs) else []
-    for figure in dict.fromkeys([*rules.gated, *FIGURES, *drafted]):
+    for figure in dict.fromkeys([*rules.gated, *FIGURES, *drafted, *figures_by_class(pairs)]):
         losses_or_why = paired_losses(figure, pairs)
         if isinstance(losses_or_why, str):
             skipped[figure] = losses_or_why
@@ -274,7 +283,23 @@ def judge(
     partial = [figure for figure in rules.gated if figure in skipped and _leaves_open(figure, pairs, rules)]
     cause = _order_cause(pairs, {figure: losses[figure] for figure in gated}, rules)
     outcome, reason = _conclude([entry for entry in judged if entry.gated], partial, len(pairs), rules, cause)
-    return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, (*further_notes, *_notes(pairs)), cause)
+    notes = (*further_notes, *_worse_classes(losses, rules), *_notes(pairs))
+    return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, notes, cause)
+
+
+def figures_by_class(pairs: Sequence[Pair]) -> list[str]:
+    """Figures that are shown of each class of requests."""
+    classes = classes_among(unit for pair in pairs for unit in (pair.baseline, pair.candidate))
+    return [f"{name}:{figure}" for name in classes for figure in OF_CLASSES]
+
+
+def _worse_classes(losses: Mapping[str, Sequence[float]], rules: Rules) -> tuple[Fact, ...]:
+    """A note on classes of requests that are worse by the gate's test, in figures that are not gated."""
+    watched = [figure for figure in losses if ":" in figure and figure not in rules.gated]
+    means = {figure: math.expm1(math.fsum(losses[figure]) / len(losses[figure])) for figure in watched}
+    tested = zip(watched, holm([_p(losses[figure], rules) for figure in watched]), strict=True)
+    worse = [figure for figure, p in tested if p <= rules.alpha and means[figure] >= rules.margin_of(figure)]
+    return (fact("worse_classes", losses={figure: means[figure] for figure in worse}),) if worse else ()
 
 
 def worse_by_gate(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES) -> dict[str, float]:
@@ -303,9 +328,13 @@ def _p(losses: Sequence[float], rules: Rules) -> float:
     return anytime_p(losses) if rules.sequential else sign_flip_p(losses)
 
 
-def _check(rules: Rules) -> None:
+def _check(rules: Rules, pairs: Sequence[Pair]) -> None:
+    classes = classes_among(unit for pair in pairs for unit in (pair.baseline, pair.candidate))
+    for name in (figure.rpartition(":")[0] for figure in rules.gated):
+        if name and name not in classes:
+            raise UnknownNameError("class of requests in these runs", name, classes)
     if unused := [figure for figure in rules.margin if figure not in rules.gated]:
-        names = ", ".join(name for name, figure in NAMES.items() if figure in unused)
+        names = ", ".join(map(name_of, unused))
         raise UsageError(f"--margin names {names}, not gated here; add --metric for each, or leave the margin out")
     for margin in (rules.default_margin, *rules.margin.values()):
         if not 0 < margin < 1:
@@ -325,7 +354,7 @@ def measured_somewhere(figure: str, pairs: Sequence[Pair]) -> bool:
 def paired_losses(figure: str, pairs: Sequence[Pair]) -> tuple[float, ...] | str:
     """Log ratios, positive if the candidate is worse, or the code of why they cannot be computed."""
     if (
-        figure == "request_goodput"
+        figure.endswith("request_goodput")
         and len({unit.slo for pair in pairs for unit in (pair.baseline, pair.candidate)}) > 1
     ):
         return "limits_differ"
@@ -333,10 +362,10 @@ def paired_losses(figure: str, pairs: Sequence[Pair]) -> tuple[float, ...] | str
     for pair in pairs:
         before, after = pair.baseline.figures.get(figure), pair.candidate.figures.get(figure)
         if before is None or after is None:
-            return "no_limits" if figure == "request_goodput" else "too_few_samples"
+            return "no_limits" if figure.endswith("request_goodput") else "too_few_samples"
         if before <= 0 or after <= 0:
             return "zero"
-        losses.append(math.log(before / after) if figure in HIGHER_IS_BETTER else math.log(after / before))
+        losses.append(math.log(before / after) if is_higher_better(figure) else math.log(after / before))
     return tuple(losses)
 
 

@@ -164,7 +164,8 @@ def table_cost(
     )
     notes = (*arrays.notes, *mixing.notes)
     parts = (
-        _provenance(profile, model, host), arrays.provenance, library.source(notes), _eager(cost) if eager else "",
+        _provenance(profile, model, host), arrays.provenance, library.source(notes),
+        f"eager mode: a step's kernels take at least {cost.launch_s * 1e3:.1f} ms to launch" if eager else "",
     )  # fmt: skip
     warnings = (*arrays.warnings, *mixing.warnings, *library.warnings(notes, profile.name))
     return TableBuilt(
@@ -216,10 +217,6 @@ def _mixing(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, host:
         window = 0 if rows is not None and rows.module else mixer.window
         layers.append((mixer.layers, raw.tables(host.mixed_excess, window)))
     return _Mixing(tuple(layers), frozenset(whole), tuple(dict.fromkeys(warnings)), tuple(notes))
-
-
-def _eager(cost: TableCost) -> str:
-    return f"eager mode: a step's kernels take at least {cost.launch_s * 1e3:.1f} ms to launch"
 
 
 def _types(model: ModelGeometry) -> str:

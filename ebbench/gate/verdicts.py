@@ -11,14 +11,13 @@ from typing import Any
 from xml.etree import ElementTree as Xml
 
 import numpy as np
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ebbench import __version__
+from ebbench.analysis.documents import Column, Section
 from ebbench.analysis.environment import Difference, listed
-from ebbench.analysis.units import LABELS
+from ebbench.analysis.units import label_of, name_of
 from ebbench.analysis.validity import told_once
 from ebbench.analysis.verdict import Judged, Outcome, Verdict
 from ebbench.errors import EbbenchError
@@ -27,6 +26,7 @@ from ebbench.gate.self_test import SelfTest, TrialTally
 from ebbench.records import files
 from ebbench.records.warnings import Fact, RunWarning, Texts
 from ebbench.render import numbers
+from ebbench.render.documents import section_tables
 from ebbench.render.sentences import PAIRING, SKIPPED
 from ebbench.untrusted import markdown
 
@@ -155,7 +155,7 @@ def _undecided(
     bounds: Mapping[str, Mapping[str, float]], enough_pairs: int | None = None, cause: Mapping[str, Any] | None = None
 ) -> str:
     parts = [
-        f"{LABELS[figure]} may be up to {each['up_to']:.1%} worse (margin {each['margin']:.1%})"
+        f"{label_of(figure)} may be up to {each['up_to']:.1%} worse (margin {each['margin']:.1%})"
         for figure, each in bounds.items()
     ]
     if cause is not None:
@@ -167,20 +167,24 @@ def _undecided(
     return "; ".join([*parts, remedy])
 
 
+def _losses(losses: Mapping[str, float]) -> str:
+    return ", ".join(f"{label_of(figure)} by {loss:.1%}" for figure, loss in losses.items())
+
+
 def _changes(by: Mapping[str, float]) -> str:
-    return ", ".join(f"{LABELS[figure]} by {100 * share:.0f} %" for figure, share in by.items())
+    return ", ".join(f"{label_of(figure)} by {100 * share:.0f} %" for figure, share in by.items())
 
 
 VERDICTS: Texts = {
     # Reasons.
     "none_worse": "no gated figure is worse by more than {at_most:.1%} (95 % confidence)",
     "not_in_every_run": lambda figures: (
-        f"{', '.join(LABELS[figure] for figure in figures)} cannot be judged, since some runs have no value or zero"
+        f"{', '.join(label_of(figure) for figure in figures)} cannot be judged, since some runs have no value or zero"
     ),
     "nothing_gated": "no gated figure is defined in every run",
     "too_few_pairs": "{pairs} pair(s) where the test needs {needed}; measure more",
     "undecided": _undecided,
-    "worse": lambda losses: "; ".join(f"{LABELS[figure]} is {loss:.1%} worse" for figure, loss in losses.items()),
+    "worse": lambda losses: "; ".join(f"{label_of(figure)} is {loss:.1%} worse" for figure, loss in losses.items()),
     # What explains the spread of pairs.
     "second_better": lambda by: (
         f"whichever side ran second in a pair was better ({_changes(by)}): both runs of a pair send the same prompts, "
@@ -210,6 +214,10 @@ VERDICTS: Texts = {
     "sides_differ": lambda differences: (
         f"the sides differ, as allowed, in {listed([Difference(**each) for each in differences])}"
     ),
+    "worse_classes": lambda losses: (
+        f"worse in single classes of requests: {_losses(losses)}; "
+        f"--metric {name_of(next(iter(losses)))} gates such a figure"
+    ),
     **PAIRING,
 }
 """What a verdict says, by code."""
@@ -220,23 +228,20 @@ def worded_reason(verdict: Verdict) -> str:
     return verdict.reason.worded(VERDICTS)
 
 
-def console(verdict: Verdict) -> RenderableType:
-    """The verdict, its table, and notes."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for header in HEADERS:
-        table.add_column(header, justify="left" if header in ("figure", "") else "right", no_wrap=True)
-    for entry in verdict.judged:
-        table.add_row(*_cells(entry), style=None if entry.gated else "dim")
+def console(verdict: Verdict, width: int) -> RenderableType:
+    """The verdict, its table, and notes, for a terminal of ``width`` characters."""
+    columns = tuple(Column(header, "label" if header in ("figure", "verdict") else "number") for header in HEADERS)
+    tables = section_tables(Section("", columns, tuple(tuple(_cells(entry)) for entry in verdict.judged)), width)
     head = Text(f"{WORDS[verdict.outcome]}: {worded_reason(verdict)}.", style=_STYLES[verdict.outcome])
-    return Group(head, Text(), table, Text(_legend(verdict), style="dim"), *(Text(line) for line in notes(verdict)))
+    return Group(head, Text(), *tables, Text(_legend(verdict), style="dim"), *(Text(line) for line in notes(verdict)))
 
 
-HEADERS = ("figure", "baseline", "candidate", "worse by", "95 % interval", "p", "")
+HEADERS = ("figure", "baseline", "candidate", "worse by", "95 % interval", "p", "verdict")
 
 
 def _cells(entry: Judged) -> list[str]:
     return [
-        LABELS[entry.figure],
+        label_of(entry.figure),
         _value(entry.figure, entry.baseline),
         _value(entry.figure, entry.candidate),
         _percent(entry.loss),
@@ -268,14 +273,14 @@ def detectable(verdict: Verdict) -> str:
     for entry in verdict.judged:
         if entry.gated:
             smallest = "none" if entry.detectable is None else f"{100 * entry.detectable:.1f} %"
-            parts.append(f"{LABELS[entry.figure]} {smallest} ({100 * entry.margin:g} %)")
+            parts.append(f"{label_of(entry.figure)} {smallest} ({100 * entry.margin:g} %)")
     return ", ".join(parts) or "nothing is gated"
 
 
 def _margins(verdict: Verdict) -> str:
     """The margin of every gated figure."""
     gated = [entry for entry in verdict.judged if entry.gated]
-    return ", ".join(f"{LABELS[entry.figure]} {100 * entry.margin:g} %" for entry in gated) or "nothing is gated"
+    return ", ".join(f"{label_of(entry.figure)} {100 * entry.margin:g} %" for entry in gated) or "nothing is gated"
 
 
 def interval(entry: Judged) -> str:
@@ -286,7 +291,7 @@ def interval(entry: Judged) -> str:
 def notes(verdict: Verdict) -> list[str]:
     """Notes and the figures that could not be judged."""
     skipped = [
-        f"not judged: {', '.join(LABELS[f] for f, code in verdict.skipped.items() if code == why)}; {SKIPPED[why]}"
+        f"not judged: {', '.join(label_of(f) for f, code in verdict.skipped.items() if code == why)}; {SKIPPED[why]}"
         for why in dict.fromkeys(verdict.skipped.values())
     ]
     of_server = told_once([[each] for each in verdict.notes if isinstance(each, RunWarning)], lambda _: "")
@@ -364,7 +369,7 @@ def _legal(text: str) -> str:
 def sentence(entry: Judged) -> str:
     """One figure in words."""
     return (
-        f"{LABELS[entry.figure]}: {_value(entry.figure, entry.baseline)} -> {_value(entry.figure, entry.candidate)}, "
+        f"{label_of(entry.figure)}: {_value(entry.figure, entry.baseline)} -> {_value(entry.figure, entry.candidate)}, "
         f"{_percent(entry.loss)} worse ({interval(entry)}), p = {entry.p_adjusted:.3f}, "
         f"margin {100 * entry.margin:g} %"
     )
@@ -391,7 +396,7 @@ def summary_of_error(message: str, exit_code: int) -> str:
 
 def markdown_table(judged: Sequence[Judged]) -> list[str]:
     """The figures as lines of a Markdown table."""
-    head = [header or "verdict" for header in HEADERS]
+    head = list(HEADERS)
     rows = [[markdown(cell) for cell in _cells(entry)] for entry in judged]
     rule = ["---", *["---:"] * (len(head) - 2), "---"]
     return [f"| {' | '.join(row)} |" for row in [head, rule, *rows]]

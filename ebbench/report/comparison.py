@@ -20,11 +20,14 @@ from ebbench.analysis.paired import (
     Contrast,
     PairedComparison,
     PolicyContrasts,
+    compare_cases,
     pairs_needed_by,
 )
-from ebbench.analysis.units import DRAFTS, HIGHER_IS_BETTER, LABELS, GateUnit
+from ebbench.analysis.units import DRAFTS, GateUnit, gate_units, is_higher_better, label_of
 from ebbench.analysis.validity import by_settings, told_once
 from ebbench.analysis.verdict import COPIES, GATED, repeated_until_clear
+from ebbench.errors import DataError, EbbenchError
+from ebbench.records.run import Run
 from ebbench.records.warnings import fact
 from ebbench.render import numbers
 from ebbench.render.documents import section_tables
@@ -163,7 +166,7 @@ def _p(value: float) -> str:
 def _row(contrast: Contrast) -> tuple[Value, ...]:
     show = numbers.duration_ms if contrast.figure.endswith("_ms") else numbers.rate
     return (
-        LABELS[contrast.figure],
+        label_of(contrast.figure),
         show(contrast.baseline),
         show(contrast.value),
         contrast.change,
@@ -188,7 +191,7 @@ def verdict(contrast: Contrast) -> str:
         return IDENTICAL
     if contrast.p_adjusted > ALPHA or contrast.change == 0:
         return UNDECIDED
-    return BETTER if (contrast.change > 0) == (contrast.figure in HIGHER_IS_BETTER) else WORSE
+    return BETTER if (contrast.change > 0) == is_higher_better(contrast.figure) else WORSE
 
 
 def verdict_sentence(comparison: PairedComparison, policy: PolicyContrasts) -> str:
@@ -204,7 +207,7 @@ def verdict_sentence(comparison: PairedComparison, policy: PolicyContrasts) -> s
     by = f"{numbers.change(contrast.change)} {_figure_name(contrast)} of {policy.label} against {comparison.baseline}"
     kept_up = " Both keep up with the arrivals, so latency decides." if contrast.figure == REQUEST_TIME else ""
     higher = contrast.change > 0
-    leader = policy.label if higher == (contrast.figure in HIGHER_IS_BETTER) else comparison.baseline
+    leader = policy.label if higher == is_higher_better(contrast.figure) else comparison.baseline
     word, kept_up = verdict(contrast), kept_up + _by_drafts(policy)
     if abs(contrast.change) < TIE:
         return f"No winner: {by}.{kept_up}"
@@ -228,7 +231,7 @@ def _by_drafts(policy: PolicyContrasts) -> str:
 
 def _explained_by_drafts(contrast: Contrast, policy: PolicyContrasts) -> bool:
     """Whether the drafts alone may have made the whole difference."""
-    gain = math.log1p(contrast.change) * (1 if contrast.figure in HIGHER_IS_BETTER else -1)
+    gain = math.log1p(contrast.change) * (1 if is_higher_better(contrast.figure) else -1)
     drafts = math.log1p(policy.drafts)
     return gain * drafts > 0 and abs(gain) <= abs(drafts)
 
@@ -248,7 +251,7 @@ def _open_question(policy: PolicyContrasts, contrast: Contrast) -> str:
 def _gate_notes(comparison: PairedComparison) -> list[str]:
     """Figures other than the deciding one that are undecided here and worse by the gate's one-sided test."""
     worse = [
-        f"{LABELS[c.figure]} of {policy.label} (p = {_p(policy.worse[c.figure])})"
+        f"{label_of(c.figure)} of {policy.label} (p = {_p(policy.worse[c.figure])})"
         for policy in comparison.others
         for c in policy.contrasts
         if c.figure in policy.worse and c.figure != policy.deciding and verdict(c) == UNDECIDED
@@ -283,7 +286,7 @@ def legend(comparison: PairedComparison) -> str:
     test = "valid after every pair (--repeats auto)" if sequential else "exact sign-flip test"
     text += f"; p: {test}, two-sided, Holm-adjusted over throughput and medians of all policies"
     more = dict.fromkeys(c.deciding for c in comparison.others if c.deciding not in GATED)
-    text += "".join(f"; {LABELS[figure]} decides here and counts as one test more" for figure in more)
+    text += "".join(f"; {label_of(figure)} decides here and counts as one test more" for figure in more)
     if pairs < needed:
         return f"{text}. {counted} cannot show any difference: use --repeats {needed} or more."
     detectable = "; ".join(_detectable_of(policy) for policy in comparison.others if not policy.identical)
@@ -293,7 +296,7 @@ def legend(comparison: PairedComparison) -> str:
 def _skipped(comparison: PairedComparison) -> list[str]:
     """Figures that were not compared, with the reason."""
     return [
-        f"{LABELS[figure]} left out for {each.label}: {SKIPPED[why]}"
+        f"{label_of(figure)} left out for {each.label}: {SKIPPED[why]}"
         for each in comparison.others
         for figure, why in each.skipped.items()
     ]
@@ -310,7 +313,7 @@ def _left_out(comparison: PairedComparison) -> list[str]:
 
 def _detectable_of(policy: PolicyContrasts) -> str:
     known = [
-        f"{LABELS[contrast.figure]} {100 * contrast.detectable:.1f} %"
+        f"{label_of(contrast.figure)} {100 * contrast.detectable:.1f} %"
         for contrast in policy.contrasts
         if contrast.detectable is not None
     ]
@@ -366,3 +369,19 @@ def _other_json(policy: PolicyContrasts) -> dict[str, Any]:
         "worse_one_sided": dict(policy.worse),
         "tokens_per_step_change": policy.drafts,
     }
+
+
+def paired_tables(runs: Sequence[Run]) -> tuple[list[page_tables.Table], list[str]]:
+    """The paired comparison for a page, where there is one; why not, where runs of several policies do not compare."""
+    if len({run.manifest.policy for run in runs}) < 2:
+        return [], []
+    groups: dict[str, list[GateUnit]] = {}
+    try:
+        for unit in gate_units(runs):
+            groups.setdefault(unit.policy, []).append(unit)
+        compared = compare_cases(groups)
+    except DataError as error:
+        return [], [f"These runs are not comparable: {error}"]
+    except EbbenchError as error:
+        return [], [f"Left out, the paired comparison: {error}"]
+    return tables(compared), left_out(compared)

@@ -63,21 +63,16 @@ FIRST_TOKENS_MS = 1000.0
 class Batches:
     """The mean step of each phase (prefill, decode, mixed) with the phase's share of all step time.
 
-    ``longest_tokens``: prompt and answer of the longest request; ``kv_peak``: highest share of KV blocks in use;
     ``ttft_ms``: mean time to first token, 0 without any.
     """
 
     steps: Mapping[str, tuple[float, StepShape]]
-    longest_tokens: int
-    mean_tokens: float
-    kv_peak: float
     ttft_ms: float = 0.0
 
 
 def mean_batches(steps: pa.Table, requests: RequestColumns) -> Batches:
     """The batches of a run, from the columns of its steps that are no lists."""
     inputs, outputs = np.asarray(requests.input_tokens, float), np.asarray(requests.output_tokens, float)
-    mean = float((inputs + outputs).mean()) if len(inputs) else 0.0
     context = float((inputs + outputs / 2).mean()) if len(inputs) else 0.0
     spent = pc.subtract(steps["end_ns"], steps["start_ns"]).to_numpy().astype(float)
     prompts, decodes = (steps[name].to_numpy().astype(float) for name in ("prefill_tokens", "decode_seqs"))
@@ -88,11 +83,9 @@ def mean_batches(steps: pa.Table, requests: RequestColumns) -> Batches:
         if rows.any():
             shape = _shape(float(prompts[rows].mean()), float(decodes[rows].mean()), context)
             kinds[phase] = float(spent[rows].sum()) / whole, shape
-    used = steps["kv_blocks_used"].to_numpy() / np.maximum(steps["kv_blocks_total"].to_numpy(), 1)
-    longest = int((inputs + outputs).max()) if len(inputs) else 0
     waited = (requests.first_token - requests.intended)[requests.ok]
     ttft_ns = float(waited.mean()) if len(waited) else 0.0
-    return Batches(kinds, longest, mean, float(used.max(initial=0.0)), ttft_ns / 1e6)
+    return Batches(kinds, ttft_ns / 1e6)
 
 
 def _shape(prompt_tokens: float, decodes: float, context: float) -> StepShape:

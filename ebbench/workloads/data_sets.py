@@ -487,11 +487,8 @@ def _select(records: Iterable[FileRecord], name: str, rules: Records, selection:
     counter = token_counter(selection.tokenizer)
     cut = substream(selection.seed, "content/cut")
     requests = sample_requests(talks(), rules, counter, selection.sessions, cut, selection.with_text)
-    return _Taken(_with_token_counts(requests, counter), used)
-
-
-def _with_token_counts(requests: Requests, counter: TokenCounter) -> Requests:
-    return replace(requests, facts={"token_counts": counter.description}, warnings=counter.warnings)
+    facts = {"token_counts": counter.description}
+    return _Taken(replace(requests, facts=facts, warnings=counter.warnings), used)
 
 
 def _described(requests: Requests, source: str, reason: str, selection: Selection) -> Requests:

@@ -103,7 +103,7 @@ def describe_log(trace: Trace, time_unit: str | None) -> dict[str, Any]:
         described["time_hint"] = trace.reading.time_hint
     else:
         requests = trace.timed(time_unit)
-        described["arrivals"] = describe_gaps(_starts(trace, time_unit))
+        described["arrivals"] = describe_gaps(np.sort(trace.seconds(time_unit)[1]))
     if rows.sessions:
         described["sessions"] = _sessions(requests)
     if rows.cached_share is not None:
@@ -113,10 +113,6 @@ def describe_log(trace: Trace, time_unit: str | None) -> dict[str, Any]:
     if requests.hash_ids is not None:
         described["prefixes"] = repeated_prefixes(requests)
     return described
-
-
-def _starts(trace: Trace, time_unit: str | None) -> Floats:
-    return np.sort(trace.seconds(time_unit)[1])
 
 
 def describe_gaps(starts: Floats) -> dict[str, Any]:

@@ -181,11 +181,6 @@ def nearest(log: LogFile) -> TraceFormat:
     return best if likeness(best) >= _LIKE else TABLE
 
 
-def with_expected(formats: tuple[TraceFormat, ...] = FORMATS) -> list[tuple[str, str]]:
-    """Name and description of each format, for documents and lists."""
-    return [(trace_format.name, trace_format.expected) for trace_format in formats if trace_format.expected]
-
-
 _MOST_DROPPED = 0.5
 """Share of rows without usable lengths above which a file is refused instead of read in part."""
 

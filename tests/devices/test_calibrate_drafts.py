@@ -138,7 +138,7 @@ def test_a_profile_prices_steps_by_their_drafts(tmp_path: Path) -> None:
         assert device.cost.step_s(shape) == pytest.approx(between)
         assert device.calibration.drafts == tokens
         assert device.calibration.undrafted is not None
-        assert not any("modelled" in warning for warning in device.warnings)
+        assert not any("modelled" in str(warning) for warning in device.warnings)
     plain = load_device(profile, "qwen3-8b")
     assert plain.calibration.drafts == 0
     assert plain.calibration.undrafted is None
