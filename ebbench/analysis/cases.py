@@ -47,8 +47,9 @@ def result_of(run: Run, slo: Slo | None = None, summary: Summary | None = None) 
 
     Raises DataError for damaged files.
     """
-    phases = summarise_phases(run, slo)
-    return RunResult(run, summary or summarise(run, slo), explain(run), phases if len(phases) > 1 else ())
+    several = len(run.table("requests", ["phase"])["phase"].unique()) > 1
+    phases = summarise_phases(run, slo) if several else ()
+    return RunResult(run, summary or summarise(run, slo), explain(run), phases)
 
 
 # Runs of one load in one environment, grouped by policy, with gains over the baseline.

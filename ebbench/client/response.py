@@ -258,7 +258,7 @@ class StreamedResponse:
             self._failed(message.error, data)
         elif isinstance(message, Translated):
             self._end(message, data)
-        elif not choices:
+        elif not choices and (not message.usage or stream_messages.may_report_failure(data)):
             self._without_choices(data)
 
     def _end(self, message: Translated, data: bytes) -> None:

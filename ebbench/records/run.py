@@ -214,8 +214,9 @@ class RunWriter:
         files.write_bytes(encode_manifest(complete), self.path / MANIFEST)
         self._finished = True
         self._remove_traces(whole)
-        # The steps name every request of every step; they are read again in the columns that are needed.
-        return Run(self.path, complete, {name: table for name, table in whole.items() if name != "steps"})
+        # Steps name every request of every step; where there are some, the columns that are needed are read again.
+        held = {name: table for name, table in whole.items() if name != "steps" or not table.num_rows}
+        return Run(self.path, complete, held)
 
     def _kept_elsewhere(
         self, manifest: Manifest, whole: dict[str, pa.Table | files.TableParts], error: RunError
