@@ -177,7 +177,7 @@ class DriveResult(NamedTuple):
     ``requests``: one row per planned request, in plan order (schema REQUESTS; with ``keep_text`` also a column
     ``text``). ``server_metrics``: schema SERVER_METRICS, empty if the server has no /metrics. ``invalid``: reasons that
     make the run invalid and that only the client knows; the analysis derives the others from the table. ``facts``:
-    entries for the manifest. ``about_server``: warnings that the figures are not of what was asked for.
+    entries for the manifest.
     """
 
     requests: pa.Table
@@ -186,7 +186,6 @@ class DriveResult(NamedTuple):
     invalid: tuple[RunWarning, ...]
     interrupted: bool
     facts: Mapping[str, Any]
-    about_server: tuple[RunWarning, ...] = ()
 
 
 def drive(
@@ -306,12 +305,12 @@ async def _drive(
             *_power_warnings(facts),
             *seen.warnings,
             *findings.warnings,
+            *_about_server(requests, table, facts, environ, made_up=served.made_up),
         ),
         server_metrics=server_metrics,
         invalid=(*findings.invalid, *invalid_reasons(limit_ms, senders.workers())),
         interrupted=tally.interrupted,
         facts=facts,
-        about_server=_about_server(requests, table, facts, environ, made_up=served.made_up),
     )
 
 
