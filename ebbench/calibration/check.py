@@ -96,6 +96,8 @@ class SteppedRuns:
         """Measured throughput over all runs, and the simulator's prediction."""
         tokens = sum(pc.sum(self.plan.table[name]).as_py() for name in ("input_tokens", "output_tokens"))
         options = replace(grid.options, num_kv_blocks=self.vllm.kv_tokens // 16, async_scheduling=False)
+        if grid.drafts:  # which are all rejected here
+            options = replace(options, speculative=f"method=ngram,tokens={grid.drafts},acceptance=0")
         return Check(
             len(self.plan),
             tokens * len(self.seconds) / sum(self.seconds),
@@ -108,7 +110,7 @@ def predict(plan: Plan, device: Device, measured: MeasuredCosts, options: Engine
     """Tokens/s of the plan on the simulator with the measured step times."""
     if measured.calibration.grid is None:
         raise DataError("the calibration holds no grid to predict from")
-    cost = GridCost.measured(measured.calibration.grid, measured.request_s)
+    cost = GridCost.of(measured.calibration, measured.request_s)
     kv_tokens = (options.num_kv_blocks or 0) * options.block_size
     twin = replace(device, cost=cost, kv_capacity_tokens=kv_tokens, calibration=measured.calibration)
     return _tokens_per_s(SimEngine().run(plan, parse_policy("v1"), twin, options, None).uninterrupted())

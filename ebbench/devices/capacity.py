@@ -132,8 +132,10 @@ def reserve_bytes(
     collectives = 0 if parallel.single else COLLECTIVE_BYTES
     graphs = 0.0 if eager else trial.graph_bytes
     head = trial.heads * model.vocab * model.hidden * model.dtype_bytes / parallel.tp
-    held = step + sampled if trial.at_once else max(step, tokens * model.hidden * model.dtype_bytes + sampled, head)
-    return int(collectives + graphs + held)
+    trial_bytes = (
+        step + sampled if trial.at_once else max(step, tokens * model.hidden * model.dtype_bytes + sampled, head)
+    )
+    return int(collectives + graphs + trial_bytes)
 
 
 GIB = 1 << 30

@@ -151,7 +151,7 @@ class DeviceFacts:
             "steps": [asdict(step) for step in self.steps],
             "calibration": calibration,
             "provenance": self.device.provenance,
-            "warnings": list(self.device.warnings),
+            "warnings": [each.to_dict(str(each)) for each in self.device.warnings],
         }
 
 

@@ -286,10 +286,6 @@ class ModelGeometry:
             own_mixers=(replace(own[0], layers=own[0].layers + layers), *own[1:]) if own else (),
         )
 
-    def without_experts(self) -> ModelGeometry:
-        """The dense layers of a mixture, as a model of their own with all its layers."""
-        return replace(self, experts=0, intermediate=self.dense_intermediate, dense_layers=0)
-
     def sliced(self, tp: int) -> ModelGeometry:
         """The part on one of ``tp`` GPUs: its heads, its slice of the dense MLP and of the vocabulary.
 
@@ -476,8 +472,8 @@ class KvLayout:
 
     def held(self, tokens: Ints, processed: Ints) -> Ints:
         """Blocks of the pool that sequences hold; see :meth:`KvGroup.held`."""
-        held: Ints = np.add.reduce([group.held(tokens, processed) for group in self.groups])
-        return held
+        blocks: Ints = np.add.reduce([group.held(tokens, processed) for group in self.groups])
+        return blocks
 
     def most(self, tokens: int) -> int:
         """Blocks of the pool that a sequence of ``tokens`` needs at most, which vLLM wants free to admit it."""

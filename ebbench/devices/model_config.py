@@ -238,7 +238,7 @@ def _geometry(
     v.understood(key for present, keys in _SUPERSEDED.items() if v.has(present) for key in keys)
     layers = _number_of_layers(v)
     kinds = _kinds(v, family, layers)
-    plan = _layers(v, family, kinds, layers)
+    plan = _layers(v, kinds, layers)
     by_layer = _mixers(path, v, family, plan)
     mlps = _mlps(v, family, kinds, layers)
     model = _with_mlps(v, family, _base(path, v, raw, family, by_layer), mlps, plan)
@@ -304,7 +304,7 @@ def _windowed(v: ConfigValues, kinds: list[str]) -> list[str]:
     return [FULL if kind == WINDOW and unused else kind for kind in kinds]
 
 
-def _layers(v: ConfigValues, family: Family, kinds: list[str], layers: int) -> list[_Layer]:
+def _layers(v: ConfigValues, kinds: list[str], layers: int) -> list[_Layer]:
     """Every layer with its own settings."""
     shared = v.number("num_kv_shared_layers", default=0)
     heads = v.per_layer("num_attention_heads_per_layer", layers)
@@ -468,7 +468,7 @@ def _with_mlps(
     dense, expert_layers = mlps.count(DENSE_MLP), mlps.count(EXPERTS)
     bare = len(mlps) - dense - expert_layers
     v.understood(family.dense_width)
-    width = _dense_width(v, family, mlps, plan) if dense else 0
+    width = _dense_width(v, family, plan) if dense else 0
     if not expert_layers:
         v.number("num_experts_per_tok", default=0)
         return replace(model, intermediate=width, bare_layers=bare)
@@ -492,7 +492,7 @@ def _with_mlps(
     )
 
 
-def _dense_width(v: ConfigValues, family: Family, mlps: Sequence[str], plan: Sequence[_Layer]) -> int:
+def _dense_width(v: ConfigValues, family: Family, plan: Sequence[_Layer]) -> int:
     """Width of the dense MLPs; their mean where layers differ."""
     width = family.width(v) if family.width else v.number(*family.dense_width)
     if not v.flag("use_double_wide_mlp"):

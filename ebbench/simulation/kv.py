@@ -379,14 +379,14 @@ class StreamKv:
 
     def release(self, row: int, known_tokens: int) -> None:
         """See KvBlocks."""
-        held = int(self._held[row])
-        self.free += held
+        blocks = int(self._held[row])
+        self.free += blocks
         last = self._last_of_content[row] and self._done[row]
         if last and not self._queue:
-            self._blank += held  # no cached block will be looked up, so that the order of evictions does not matter
+            self._blank += blocks  # no cached block will be looked up, so that the order of evictions does not matter
             return
         cached = known_tokens // self._block_size
-        self._blank += held - cached
+        self._blank += blocks - cached
         if not cached:
             return
         if last and self._unused is not None and self._unused.blocks:

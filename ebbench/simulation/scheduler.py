@@ -466,12 +466,12 @@ class Scheduler:
             before = np.cumsum(tokens) - tokens
             tokens = np.clip(budget - before, 0, tokens)
         block_size = self.limits.block_size
-        held = state.held_blocks.take(candidates)
+        held_blocks = state.held_blocks.take(candidates)
         if self.layout is not None:
-            need = self.layout.held(computed + tokens, self._processed(candidates, computed)) - held
+            need = self.layout.held(computed + tokens, self._processed(candidates, computed)) - held_blocks
             need[tokens == 0] = 0
         else:
-            need = (computed + tokens + (block_size - 1)) // block_size - held
+            need = (computed + tokens + (block_size - 1)) // block_size - held_blocks
             np.maximum(need, 0, out=need)
         if self._suffices(need):
             self._grow(candidates, need)

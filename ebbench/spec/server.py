@@ -87,6 +87,15 @@ class Speculative:
         return 1.0 + sum(self.acceptance)
 
 
+def with_acceptance(text: str, rates: Sequence[float]) -> str:
+    """The setting, with the rates of a fitted workload where it has none. ``rates`` may be empty."""
+    given = _pairs(text)
+    if "acceptance" in given or not rates:
+        return text
+    tokens = _tokens(given.get("tokens"))
+    return f"{text},acceptance={','.join(f'{rate:.12g}' for rate in rates[:tokens])}"
+
+
 @cache
 def parse_speculative(text: str) -> Speculative:
     """Read the setting. Raises UsageError."""
@@ -171,7 +180,10 @@ def _tokens(text: str | None) -> int | None:
 def _acceptance(text: str | None, tokens: int | None) -> tuple[float, ...]:
     """The rates that are given, or those of a file and published ones for as many ``tokens``."""
     if not text:
-        raise UsageError(f"{OPTION}: give the acceptance rate per position, for example {EXAMPLE}")
+        raise UsageError(
+            f"{OPTION}: give the acceptance rate per position, for example {EXAMPLE}, or run a workload "
+            "fitted to a log with them"
+        )
     if text.endswith(".json"):
         return _measured(Path(text))[:tokens]
     try:

@@ -34,6 +34,17 @@ def recorded_file(workload: str) -> Path | None:
     return located(workload.removeprefix(prefix))
 
 
+def fitted_acceptance(workload: str) -> tuple[float, ...]:
+    """Acceptance of drafted tokens by position, of a workload file that was fitted to a log with it; else empty."""
+    if not workload.endswith(".toml") or not Path(workload).expanduser().is_file():
+        return ()
+    from ebbench.foreign.documents import read_toml
+
+    fitted = read_toml(Path(workload).expanduser()).get("fitted")
+    rates = fitted.get("acceptance", ()) if isinstance(fitted, dict) else ()
+    return tuple(rates) if isinstance(rates, list) else ()
+
+
 def is_recorded(workload: str) -> bool:
     """Whether a workload is ``trace:FILE`` or ``log:FILE``."""
     return workload.startswith(RECORDED) and not mixture_parts(workload)

@@ -350,7 +350,7 @@ def test_a_server_runs_one_policy_as_a_label(engine: MadeEngine) -> None:
     done = invoke("run", "made-up", "--engine", url, "-n", "20", "--json")
     [summary] = json.loads(done.stdout)
     assert (summary["policy"], summary["device"], summary["model"]) == ("v1", "unknown", "unknown")
-    assert any("only the label" in warning for warning in summary["warnings"])
+    assert any("only the label" in warning["text"] for warning in summary["warnings"])
     manifest = Run.load(Path(summary["run_dir"])).manifest
     assert (manifest.options, manifest.calibration, manifest.kv_capacity_tokens) == ({}, None, None)
 
