@@ -53,15 +53,13 @@ class Drafted:
     """Drafts of speculative decoding.
 
     ``steps``: decode steps that verified drafts, counted per sequence; None: not known. ``drafted`` and ``accepted``:
-    tokens per position, as vLLM counts them; empty where only ``accepted_tokens`` is known. ``by_answers``: summed over
-    what the answers say, not over all that the server did.
+    tokens per position, as vLLM counts them; empty where only ``accepted_tokens`` is known.
     """
 
     steps: int | None
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
     accepted_tokens: int
-    by_answers: bool = False
 
     @staticmethod
     def of(facts: Mapping[str, Any]) -> Drafted | None:
@@ -73,7 +71,7 @@ class Drafted:
         tokens = counts.get("accepted_tokens", sum(accepted))
         if not drafted and not tokens:  # every step made one token, as without drafts
             return None
-        return Drafted(counts["steps"], drafted, accepted, tokens, counts.get("source") == "answers")
+        return Drafted(counts["steps"], drafted, accepted, tokens)
 
     @staticmethod
     def over(runs: Sequence[Drafted]) -> Drafted:

@@ -244,8 +244,8 @@ def of_device(engine: str, warnings: Iterable[RunWarning]) -> tuple[RunWarning, 
     start). Of a real engine those about the server count, such as answers of another model and cached prompts, and not
     those about its client and this one run. What a full KV cache cost counts on both.
     """
-    codes = {"device", "engine"} if engine in VIRTUAL_TIME else {"device", *ABOUT_SERVER}
-    return tuple(each for each in warnings if (each.about or each.code) in codes | {KV_CACHE})
+    codes = {"device", "engine", KV_CACHE} if engine in VIRTUAL_TIME else {"device", KV_CACHE, *ABOUT_SERVER}
+    return tuple(each for each in warnings if {each.about, each.code} & codes)
 
 
 def told_once(

@@ -30,6 +30,7 @@ from ebbench.errors import DataError, InputFileError, UsageError
 from ebbench.foreign.documents import read_object
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import PLAN
+from ebbench.spec.commands import GridCommand
 from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration, CalibrationError, CostGrid, MixedCost
 from vllm_eb.policy import parse_policy
@@ -107,13 +108,13 @@ SMALL = ("32,128,512", "1,8,32", "32,256")
 """Prompt tokens, sequences and KV tokens per decode that are measured on a GPU, and where vLLM runs on a CPU."""
 
 
-def parse_grid(engine: str, tokens: str | None, seqs: str | None, contexts: str | None) -> ProbeGrid:
+def parse_grid(engine: str, asked: GridCommand) -> ProbeGrid:
     """The grid of step times to measure. Defaults are few and small where vLLM runs on a CPU. Raises UsageError."""
     default = SMALL if engine == "vllm" and not machine.visible_gpus() else LARGE
     return ProbeGrid(
-        _sizes("--tokens", tokens or default[0]),
-        _sizes("--seqs", seqs or default[1]),
-        _sizes("--contexts", contexts or default[2]),
+        _sizes("--tokens", asked.tokens or default[0]),
+        _sizes("--seqs", asked.seqs or default[1]),
+        _sizes("--contexts", asked.contexts or default[2]),
     )
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbench.cli.options import runs_meant, under
+from ebbench.config.options import under
 from ebbench.errors import DataError, RunError, UsageError
+from ebbench.runs.stored import runs_meant
 
 if TYPE_CHECKING:
     from ebbench.analysis.verdict import Rules, Verdict

@@ -55,11 +55,6 @@ class ClientNode:
         self.ray.kill(self.actor, no_restart=True)
 
 
-def wants_nodes(options: ClientOptions) -> bool:
-    """Whether client machines of a Ray cluster send the plan."""
-    return options.client_nodes is not None or options.ray_address is not None
-
-
 @contextlib.asynccontextmanager
 async def client_nodes(
     url: str, options: ClientOptions, environ: Mapping[str, str] = os.environ

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.client.dialects import OddNumber
-from ebbench.client.lag import lag_percentile_ns
+from ebbench.client.lag import PERIOD_NS
 from ebbench.client.messages import WorkerDone
 from ebbench.records.schema import SAME_TIME_NS, tokens_after_first_of
 from ebbench.records.warnings import OTHER_MODEL, RunWarning, warning
@@ -101,3 +102,25 @@ def token_time_warning(requests: pa.Table) -> RunWarning | None:
         "hidden": int(hidden.sum()),
     }
     return warning("shared-times", answers=len(sent), **parts) if any(parts.values()) else None
+
+
+def lag_percentile_ns(
+    late_ns: Sequence[int] | npt.NDArray[np.int64], share: float, period_ns: int = PERIOD_NS
+) -> float:
+    """The delay that a share ``share`` of events at random times does not exceed, in ns.
+
+    A loop blocked for L ns delays events of that time by L to 0 ns, so the time in which the delay exceeds x is the sum
+    of max(0, L - x) over all ticks. Counting ticks would hide long stalls, which are one tick each.
+    """
+    late = np.asarray(late_ns, dtype=np.float64)
+    if late.size == 0:
+        return 0.0
+    allowed_ns = (1.0 - share) * float((late + period_ns).sum())
+    low, high = 0.0, float(late.max())
+    for _ in range(60):
+        middle = (low + high) / 2
+        if float(np.maximum(late - middle, 0.0).sum()) > allowed_ns:
+            low = middle
+        else:
+            high = middle
+    return high

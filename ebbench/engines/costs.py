@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ebbench.devices.base import QUANTIZATIONS, Device
-from ebbench.engines.vllm_command import parse_parallel, parse_types
+from ebbench.engines.vllm_command import Emulation, Serving, hub_name, parse_parallel, parse_types
 from ebbench.errors import InputFileError, UsageError
 from ebbench.foreign.documents import read_text
 from ebbench.records.warnings import warning
 from ebbench.spec.server import METHODS, MOST_TOKENS, EngineOptions, Speculative, served_drafts
 from vllm_eb.calibration import Calibration, CalibrationError, calibration_from_json
 from vllm_eb.config import needs_calibration
-from vllm_eb.policy import PolicySpec
+from vllm_eb.policy import PolicySpec, parse_policy
 
 BY_BATCH = "num_speculative_tokens_per_batch_size"
 """Entry of vLLM's speculative_config with which it is prepared for draft lengths that change."""
@@ -32,6 +32,39 @@ def read_calibration(path: Path) -> Calibration:
         return calibration_from_json(read_text(path))
     except CalibrationError as error:
         raise InputFileError(path, str(error)) from None
+
+
+def serving_of(
+    model: str, policy: str, vllm_options: Sequence[str], *, device: str | None, device_model: str | None,
+    calibration: Path | None, assume_kernels: bool, emulate: str | None, slow_motion: float,
+) -> Serving:  # fmt: skip
+    """What ``ebbench serve`` serves, with the costs that its policy needs. Raises UsageError.
+
+    ``device``: whose costs the policy computes with; ``emulate``: a GPU to emulate, whose profile calls the model
+    ``device_model``.
+    """
+    if emulate is None and slow_motion != 1.0:
+        raise UsageError("--slow-motion slows an emulated device; give --emulate GPU")
+    if emulate is not None and not parse_parallel(vllm_options).single:
+        raise UsageError("--emulate emulates one GPU; leave out the options of several after --")
+    if emulate is not None and parse_types(vllm_options):
+        raise UsageError(
+            "--emulate emulates a model in the types of its config.json; leave out --quantization and --kv-cache-dtype "
+            "after --, or give them to `ebbench run --engine emulated`"
+        )
+    spec, profiled = parse_policy(policy), device_model or model
+    emulation = Emulation(emulate or "", profiled, slow_motion, assume_kernels=assume_kernels)
+    costs = serving_costs(
+        [spec], calibration=calibration, device=device or emulate, model=profiled, vllm_options=vllm_options,
+        assume_kernels=assume_kernels,
+    )  # fmt: skip
+    return Serving(
+        model=model if Path(model).exists() else hub_name(model),
+        policy=spec,
+        calibration=costs,
+        extra=vllm_options,
+        emulation=None if emulate is None else emulation,
+    )
 
 
 def serving_costs(

@@ -309,7 +309,6 @@ def engine_result(
         steps=recording.steps if recording else STEPS.empty_table(),
         decisions=recording.decisions if recording else DECISIONS.empty_table(),
         warnings=done.warnings,
-        about_server=done.about_server,
         interrupted=done.interrupted,
         invalid=(*done.invalid, *died),
         facts={**done.facts, **facts},

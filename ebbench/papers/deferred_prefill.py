@@ -13,8 +13,9 @@ import pyarrow.compute as pc
 from ebbench.analysis.documents import Column, Section, Value, comparison, labels, relative
 from ebbench.devices.base import CostModel, StepShape
 from ebbench.devices.linear import GIVEN, decode_shape
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import DEFERRED_PAPER, rows
-from ebbench.papers.table import Content, PaperOptions, PaperTable, changes, no_cells, ours
+from ebbench.papers.table import Content, PaperTable, changes, no_cells, ours
 from ebbench.runs.store import Measured, RunStore
 from ebbench.spec.run import RunSpec, simulated
 from vllm_eb.policies.deferred import DeferredChain, DeferredModel, approximate_chain, exact_chain

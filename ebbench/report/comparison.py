@@ -20,11 +20,14 @@ from ebbench.analysis.paired import (
     Contrast,
     PairedComparison,
     PolicyContrasts,
+    compare_cases,
     pairs_needed_by,
 )
-from ebbench.analysis.units import DRAFTS, GateUnit, is_higher_better, label_of
+from ebbench.analysis.units import DRAFTS, GateUnit, gate_units, is_higher_better, label_of
 from ebbench.analysis.validity import by_settings, told_once
 from ebbench.analysis.verdict import COPIES, GATED, repeated_until_clear
+from ebbench.errors import DataError, EbbenchError
+from ebbench.records.run import Run
 from ebbench.records.warnings import fact
 from ebbench.render import numbers
 from ebbench.render.documents import section_tables
@@ -366,3 +369,19 @@ def _other_json(policy: PolicyContrasts) -> dict[str, Any]:
         "worse_one_sided": dict(policy.worse),
         "tokens_per_step_change": policy.drafts,
     }
+
+
+def paired_tables(runs: Sequence[Run]) -> tuple[list[page_tables.Table], list[str]]:
+    """The paired comparison for a page, where there is one; why not, where runs of several policies do not compare."""
+    if len({run.manifest.policy for run in runs}) < 2:
+        return [], []
+    groups: dict[str, list[GateUnit]] = {}
+    try:
+        for unit in gate_units(runs):
+            groups.setdefault(unit.policy, []).append(unit)
+        compared = compare_cases(groups)
+    except DataError as error:
+        return [], [f"These runs are not comparable: {error}"]
+    except EbbenchError as error:
+        return [], [f"Left out, the paired comparison: {error}"]
+    return tables(compared), left_out(compared)

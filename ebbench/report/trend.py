@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,10 @@ from ebbench.analysis.environment import UNKNOWN_DEVICE, differences, listed
 from ebbench.analysis.statistics import PairedInterval
 from ebbench.analysis.trend import Change, Point, Trend
 from ebbench.analysis.units import label_of
+from ebbench.records import files
 from ebbench.render import figures, numbers, palette
+from ebbench.render.documents import rendered
+from ebbench.report import page
 from ebbench.report.page_data import Page
 from ebbench.report.page_tables import SearchSection, of_section
 
@@ -278,3 +282,18 @@ def trend_page(all_series: Sequence[Series], title: str = "") -> Page:
         tables=(), explanations=(), environment=(), labels=(), policies=(), cases=(), shared={}, runs=(),
         searches=tuple(sections),
     )  # fmt: skip
+
+
+def write(
+    series: Sequence[Series], style: str, *, plot: Path | None, html: Path | None, summary: Path | None,
+    last: int | None,
+) -> None:  # fmt: skip
+    """Draw and write the trend where that is asked for, then print it; ``style``: of the table, or json."""
+    if plot is not None:
+        save_chart(series, plot)
+    if html is not None:
+        page.write(trend_page(series), html)
+    table = document(series, last)
+    files.append_to_summary(rendered(table, "markdown"), summary)
+    shown = json.dumps(as_json(series), indent=2, allow_nan=False) + "\n" if style == "json" else rendered(table, style)
+    print(shown, end="")

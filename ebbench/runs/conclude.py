@@ -468,7 +468,6 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics, batch
         *_about("plan", context.plan.warnings),
         *_about("device", of_device),
         *_about("engine", of_engine),
-        *result.about_server,
         *_about("engine", start_notes(result.device or context.device, context.options) if simulated else ()),
         *context.warnings,
         *_measurement_warnings(context.plan, metrics),

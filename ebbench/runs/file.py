@@ -16,17 +16,8 @@ from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_VLLM, 
 from ebbench.engines.checks import refuse_server_settings
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml, read_toml
-from ebbench.spec.run import (
-    DEFAULTS,
-    SET_BY_SEARCH,
-    RunCommand,
-    RunSpec,
-    SearchCommand,
-    known_settings,
-    make_spec,
-    named_as_keys,
-    settings_of,
-)
+from ebbench.spec.commands import DEFAULTS, SET_BY_SEARCH, PlanCommand, RunCommand, SearchCommand
+from ebbench.spec.run import RunSpec, known_settings, make_spec, named_as_keys, settings_of
 from ebbench.spec.server import VIRTUAL_TIME, is_server, version_defaults
 
 # Settings of a run by name, as sweep files give them and tables of results store them.
@@ -106,12 +97,15 @@ FURTHER = declared_in(RunCommand)
 
 def _file_of(command: type, *, but: Collection[str] = ()) -> Any:
     """The file of a command: settings of a run ``but`` some, and what the command itself declares."""
-    own = {name: declared.kind for name, declared in declared_in(command).items()}
-    return settings_table(command.__name__, but=but, policy=str | list[str], vllm_options=list[str], **own)
+    own = {name: one.kind for name, one in declared_in(command).items()}
+    kinds = {"policy": str | list[str], "vllm_options": list[str], **own}
+    return settings_table(command.__name__, but=but, **kinds)
 
 
 RUN_FILE, SEARCH_FILE = _file_of(RunCommand), _file_of(SearchCommand, but=SET_BY_SEARCH)
 """What the files of ``ebbench run`` and ``ebbench capacity`` may say."""
+PLAN_FILE = _file_of(PlanCommand)
+"""What keywords of ``eb.plan`` may say."""
 
 
 def is_run_file(name: str) -> bool:

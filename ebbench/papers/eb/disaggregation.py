@@ -26,9 +26,10 @@ from typing import Any
 from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels, relative
 from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
 from ebbench.installation import REFERENCE
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import FIXED_THETA, SERVER_BUDGET, SERVER_SEQS, Protocol, ebplus_as_run, protocol_cells
 from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, SYNTHETIC, gpu_title, pick
-from ebbench.papers.table import Content, PaperOptions, PaperTable, Published
+from ebbench.papers.table import Content, PaperTable, Published
 from ebbench.records.warnings import shown_text
 from ebbench.runs.store import Measured, RunStore
 from ebbench.spec.run import RunSpec

@@ -8,6 +8,7 @@ from functools import partial
 
 from ebbench.analysis.documents import Column, Section, Value, comparison, labels
 from ebbench.analysis.sensitivity import Sensitivity, sensitivity
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import protocol_cells, real_protocol, synthetic_protocol
 from ebbench.papers.published import (
     EB_PAPER,
@@ -19,7 +20,7 @@ from ebbench.papers.published import (
     model_title,
     pick,
 )  # fmt: skip
-from ebbench.papers.table import Content, PaperOptions, PaperTable, Published, beside, figure
+from ebbench.papers.table import Content, PaperTable, Published, beside, figure
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
 

@@ -18,12 +18,12 @@ from ebbench.devices.loader import load_device, unit_device
 from ebbench.devices.profiles import find_model
 from ebbench.errors import UsageError
 from ebbench.papers.eb.disaggregation import value_or_oom
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import ASYNC_SCHEDULING, VLLM, Protocol, long_context_protocol, protocol_cells
 from ebbench.papers.published import EB_PAPER, GPUS, gpu_title, model_title, rows
 from ebbench.papers.table import (
     Content,
     PaperFigure,
-    PaperOptions,
     PaperTable,
     Published,
     beside,
