@@ -106,12 +106,12 @@ def told_columns(told: Mapping[str, Iterable[str | Mapping[str, Any]]]) -> dict[
     """Codes, and values as JSON, of lists of :meth:`Fact.to_dict` by name, for Parquet: ``warnings`` gives
     ``warning_codes`` and ``warning_values``. What has only a text has an empty code."""
     columns: dict[str, list[str]] = {}
-    for name, each in told.items():
+    for name, entries in told.items():
         known: list[Mapping[str, Any]] = [
-            one if isinstance(one, Mapping) else {"code": "", "values": {}} for one in each
+            entry if isinstance(entry, Mapping) else {"code": "", "values": {}} for entry in entries
         ]
-        columns[f"{name[:-1]}_codes"] = [one["code"] for one in known]
-        columns[f"{name[:-1]}_values"] = [msgspec.json.encode(one["values"]).decode() for one in known]
+        columns[f"{name[:-1]}_codes"] = [entry["code"] for entry in known]
+        columns[f"{name[:-1]}_values"] = [msgspec.json.encode(entry["values"]).decode() for entry in known]
     return columns
 
 
@@ -126,13 +126,13 @@ def warning_shape(value: Any) -> Any:
 
 def in_ranges(alike: Sequence[RunWarning]) -> RunWarning:
     """One warning for several of one shape, with the range of each number."""
-    return msgspec.structs.replace(alike[0], values=_range_of([each.values for each in alike]))
+    return msgspec.structs.replace(alike[0], values=_range_of([told.values for told in alike]))
 
 
 def _range_of(values: Sequence[Any]) -> Any:
     first = values[0]
     if isinstance(first, Mapping):
-        return {name: _range_of([each[name] for each in values]) for name in first}
+        return {name: _range_of([entry[name] for entry in values]) for name in first}
     if isinstance(first, list | tuple):
         return [_range_of(column) for column in zip(*values, strict=True)]
     if min(values, key=str) == max(values, key=str):
@@ -487,9 +487,9 @@ def _not_ready(health: int, timeout_s: float) -> str:
 
 
 def _rows_left_out(rows: int, dropped: Mapping[str, Mapping[str, int]], kept_with: str) -> str:
-    total = sum(each["rows"] for each in dropped.values())
+    total = sum(count["rows"] for count in dropped.values())
     why = ", ".join(
-        f"{each['rows']:,} with {reason} (first: line {each['first_line']:,})" for reason, each in dropped.items()
+        f"{count['rows']:,} with {reason} (first: line {count['first_line']:,})" for reason, count in dropped.items()
     )
     remedy = f"; {kept_with} keeps failed requests that have token counts" if kept_with else ""
     return f"{total:,} of {rows:,} rows left out: {why}{remedy}"
