@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_origin, overload
 
 import pyarrow as pa
 from rich.text import Text
@@ -32,7 +32,7 @@ from ebbench.analysis.documents import Document
 from ebbench.analysis.metrics import parse_slo
 from ebbench.analysis.sessions import SESSIONS, sessions_table
 from ebbench.analysis.summary import metric_columns
-from ebbench.config.declare import DEFAULT_MODEL
+from ebbench.config.declare import declared_in
 from ebbench.errors import (
     DataError,
     EbbenchError,
@@ -47,10 +47,11 @@ from ebbench.records.run import Run, find_runs, unused
 from ebbench.render import figures, report
 from ebbench.render.documents import Console, ProgressEvent, as_html
 from ebbench.run_policies import MadeRuns, in_order, make_runs, series_and_output
-from ebbench.runs.file import FURTHER, RUN_FILE, SEARCH_FILE, asked_for, of_keywords
+from ebbench.runs.file import PLAN_FILE, RUN_FILE, SEARCH_FILE, asked_for, of_keywords
 from ebbench.runs.prepare import refuse_empty
 from ebbench.runs.stored import run_paths
-from ebbench.spec.run import OF_A_PLAN, SET_BY_SEARCH, SearchCommand, known_settings, named_as_keys
+from ebbench.spec.commands import OF_A_PLAN, SET_BY_SEARCH, PlanCommand, RunCommand, SearchCommand
+from ebbench.spec.run import known_settings, named_as_keys
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -325,12 +326,12 @@ class Comparison(Shown):
     def __repr__(self) -> str:
         from ebbench.report import comparison
 
-        said = [
+        verdicts = [
             comparison.verdict_sentence(comparison_of_load, policy)
             for comparison_of_load in self.compared.comparisons
             for policy in comparison_of_load.others
         ]
-        return f"<Comparison: {' '.join(said)}>"
+        return f"<Comparison: {' '.join(verdicts)}>"
 
     def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
         from ebbench.report import comparison
@@ -347,8 +348,8 @@ _PRE = '<pre style="line-height:normal">{code}</pre>'
 
 
 def _html(document: Document, chart: Any = None) -> str:
-    told = replace(document, notes=tuple(named_as_keys(note) for note in document.notes))
-    return f"<div>{as_html(told, 'h4')}{'' if chart is None else _image(chart)}</div>"
+    renamed = replace(document, notes=tuple(named_as_keys(note) for note in document.notes))
+    return f"<div>{as_html(renamed, 'h4')}{'' if chart is None else _image(chart)}</div>"
 
 
 def _image(chart: Any) -> str:
@@ -406,30 +407,20 @@ def load(*paths: str | Path, goodput: str | None = None) -> Runs:
 
 
 def capacity(
-    workload: str, *, goodput: str = "", attainment: float = 0.95, by: str = "rate", scenario: str | None = None,
-    precision: float = 0.02, max_probes: int = 40, max_time: float | None = None,
-    output_dir: str | Path | None = None, policies: Sequence[str] | str | None = None, progress: OnProgress = None,
-    **settings: Any,
-) -> CapacityResult:  # fmt: skip
+    workload: str, *, policies: Sequence[str] | str | None = None, progress: OnProgress = None, **settings: Any
+) -> CapacityResult:
     """The highest load within latency limits, per policy, as ``ebbench capacity`` finds it.
 
-    ``goodput``: limits in ms, ``"ttft:500 tpot:50"``. ``by``: rate (sessions/s) or concurrency. ``precision``: half of
-    the 95 % interval as a share; ``max_time`` in s. ``settings``: those of a run but its load. The probes are kept in
-    ``output_dir`` only, from which a stopped search continues.
+    ``goodput``: limits in ms, ``"ttft:500 tpot:50"``. ``precision``: half of the 95 % interval as a share; ``max_time``
+    in s. ``settings``: these, and those of a run but its load. The probes are kept in ``output_dir`` only, from which a
+    stopped search continues.
 
     Raises UsageError, also if no policy can meet the limits, and RunError.
     """
     from ebbench.sizing.command import Searched, capacity_search, find_capacity, refuse_nothing
 
     with _named_as_keywords(), tempfile.TemporaryDirectory(prefix="ebbench-") as temporary:
-        own: dict[str, Any] = {
-            "goodput": goodput, "attainment": attainment, "by": by, "scenario": scenario, "precision": precision,
-            "max_probes": max_probes, "max_time": max_time,
-        }  # fmt: skip
-        own = {name: value for name, value in own.items() if value != getattr(SearchCommand, name)}  # a file's stay
-        own |= {} if output_dir is None else {"output_dir": output_dir}
-        given = _of_keywords(capacity, {**settings, **own}, policies, SEARCH_FILE)
-        asked = asked_for(workload, given, SEARCH_FILE)
+        asked = asked_for(workload, _of_keywords(capacity, settings, policies, SEARCH_FILE), SEARCH_FILE)
         directory = Path(asked["output_dir"]).expanduser() if "output_dir" in asked else None
         done = Searched(capacity_search(asked))
         find_capacity(done, directory or Path(temporary), _console(progress), quiet=not progress)
@@ -440,43 +431,28 @@ def capacity(
 
 
 def plan(
-    workload: str, *, request_rate: float, goodput: str, attainment: float = 0.95, scenario: str | None = None,
-    headroom: float = 0.0, spare: int = 0, device: Sequence[str] | str | None = None, model: str = DEFAULT_MODEL,
-    tp: Sequence[int] | int | None = None, instance: Sequence[str] | str | None = None,
-    policies: Sequence[str] | str | None = None, max_num_batched_tokens: Sequence[int] | int | None = None,
-    max_num_seqs: Sequence[int] | int | None = None, price: Sequence[str] | str = (), workers: int | None = None,
-    progress: OnProgress = None, **settings: Any,
+    workload: str, *, request_rate: float, goodput: str, policies: Sequence[str] | str | None = None,
+    workers: int | None = None, progress: OnProgress = None, **settings: Any,
 ) -> PlanResult:  # fmt: skip
     """The cheapest deployments that serve ``request_rate`` sessions/s within limits, as ``ebbench plan`` finds them.
 
-    ``device``, ``tp``, ``instance``, ``policies``, ``max_num_batched_tokens``, ``max_num_seqs``: alternatives to choose
-    from. ``price`` per GPU-hour: ``"h200=3.5"`` or a TOML file. ``workers``: processes. ``settings``: which requests
-    are sent, and the simulated server's.
+    ``device``, ``tp``, ``instance``, ``policies``, ``max_num_batched_tokens``, ``max_num_seqs``: one or several to
+    choose from. ``price`` per GPU-hour: ``"h200=3.5"`` or a TOML file. ``workers``: processes. ``settings``: these,
+    those that say which requests are sent, and the simulated server's.
 
     The result is empty if no candidate carries the rate. Raises UsageError.
     """
-    from ebbench.sizing.candidates import find_plan, plan_tasks
+    from ebbench.sizing.candidates import find_plan
 
-    alternatives = {
-        "device": device, "tp": tp, "instance": instance, "policy": policies,
-        "max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs,
-    }  # fmt: skip
+    several = [name for name, declared in declared_in(PlanCommand).items() if get_origin(declared.kind) is tuple]
+    given = {name: _several(value) if name in several else value for name, value in settings.items()}
+    given |= {"request_rate": request_rate, "goodput": goodput}
     with _named_as_keywords():
-        question = {**_of_keywords(plan, settings), "workload": workload}
-        chosen = {name: _several(value) for name, value in alternatives.items()}
-        for name, values in chosen.items():
-            if values is not None:
-                refuse_empty(name, values)
-        tasks = plan_tasks(
-            question, request_rate=request_rate, goodput=[goodput], attainment=attainment, scenario=scenario,
-            headroom=headroom, spare=spare, model=model, **chosen,
-        )  # fmt: skip
-        return PlanResult(
-            find_plan(
-                tasks, question, _several(price) or (), _console(progress), arrivals_given=scenario is not None,
-                workers=workers, quiet=not progress,
-            )
-        )  # fmt: skip
+        asked = {**_of_keywords(plan, given, policies, PLAN_FILE), "workload": workload}
+        for name in several:
+            if name in asked and name != "price":
+                refuse_empty(name, asked[name])
+        return PlanResult(find_plan(asked, _console(progress), workers=workers, quiet=not progress))
 
 
 def compare(*runs: Runs | RunResult | str | Path, baseline: str | None = None, allow: Sequence[str] = ()) -> Comparison:
@@ -490,7 +466,7 @@ def compare(*runs: Runs | RunResult | str | Path, baseline: str | None = None, a
     from ebbench.analysis.paired import compare_cases, load_groups
 
     with _named_as_keywords():
-        groups = load_groups([argument for each in runs for argument in _arguments(each)])
+        groups = load_groups([argument for given in runs for argument in _arguments(given)])
         return Comparison(compare_cases(groups, baseline, check_allowed(allow)))
 
 
@@ -615,18 +591,21 @@ def _named_as_keywords() -> Iterator[None]:
         raise
 
 
-def _documented(function: Callable[..., Any], but: Sequence[str]) -> None:
-    """Name the keywords of ``**settings`` in the signature, from which notebooks complete, and in the help."""
+def _documented(function: Callable[..., Any], command: type, but: Sequence[str] = ()) -> None:
+    """Name the keywords of ``**settings`` in the signature, from which notebooks complete, and in the help: the
+    settings that ``command`` declares, and those of a run ``but`` some."""
     own = inspect.signature(function)
-    kept = [declared for declared in own.parameters.values() if declared.kind is not inspect.Parameter.VAR_KEYWORD]
-    names = {declared.name for declared in kept}
-    known = {
-        name: declared
-        for name, declared in known_settings().items()
-        if name not in (*but, *names, "workload", "policy")
-    }
-    known |= {name: declared for name, declared in FURTHER.items() if name not in (*but, *names)}
-    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in known]
+    kept = [parameter for parameter in own.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    taken = {parameter.name for parameter in kept} | {"workload", "policy"}
+    of_command = declared_in(command)
+    of_runs = {name: parameter for name, parameter in known_settings().items() if name not in (*but, *of_command)}
+    known = {name: parameter for name, parameter in {**of_command, **of_runs}.items() if name not in taken}
+    keywords = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=parameter.default if name in of_command else None
+        )
+        for name, parameter in known.items()
+    ]
     described: Any = function
     described.__signature__ = own.replace(parameters=[*kept, *keywords])
     helps = [
@@ -635,9 +614,9 @@ def _documented(function: Callable[..., Any], but: Sequence[str]) -> None:
     described.__doc__ = "\n".join([f"{function.__doc__}", "    Settings:", "", *helps, ""])
 
 
-_documented(run, ())
-_documented(capacity, (*FURTHER, *SET_BY_SEARCH))
-_documented(plan, tuple(name for name in (*known_settings(), *FURTHER) if name not in OF_A_PLAN))
+_documented(run, RunCommand)
+_documented(capacity, SearchCommand, SET_BY_SEARCH)
+_documented(plan, PlanCommand, tuple(name for name in known_settings() if name not in OF_A_PLAN))
 for _awaited, _function in ((run_async, run), (capacity_async, capacity), (plan_async, plan)):
     _awaited.__signature__ = inspect.signature(_function)  # type: ignore[union-attr]
     _awaited.__doc__ = f"{_awaited.__doc__}\n\n{_function.__doc__}"

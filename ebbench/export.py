@@ -23,9 +23,9 @@ from ebbench.analysis import trend
 from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.metrics import itl_ns, tpot_ns
 from ebbench.analysis.summary import Summary, summarise
-from ebbench.analysis.units import FIGURES, HIGHER_IS_BETTER, GateUnit
+from ebbench.analysis.units import FIGURES, GateUnit, is_higher_better
 from ebbench.config.topology import PoolSpec, TopologySpec, parse_topology
-from ebbench.errors import DataError, UsageError
+from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.records import files
 from ebbench.records.run import Run
 from ebbench.records.warnings import ESTIMATED
@@ -442,16 +442,19 @@ def otava_config(series: Sequence[Series]) -> str:
 
 
 def _direction(name: str) -> int:
-    return 1 if name in HIGHER_IS_BETTER else -1
+    return 1 if is_higher_better(name) else -1
 
 
-def export(kind: str, runs: Sequence[Run], directory: Path) -> list[Path]:
-    """Write one file per run (``otava``: per series); returns the paths.
+def export(kinds: Sequence[str], runs: Sequence[Run], directory: Path) -> list[Path]:
+    """Write one file per run (``otava``: per series) of each kind; returns the paths.
 
-    Raises RunError, and DataError for damaged runs.
+    Raises UnknownNameError, RunError, and DataError for damaged runs.
     """
+    for kind in kinds:
+        if kind not in EXPORTS:
+            raise UnknownNameError("export", kind, EXPORTS)
     directory.mkdir(parents=True, exist_ok=True)
-    return EXPORTS[kind](runs, directory)
+    return [path for kind in kinds for path in EXPORTS[kind](runs, directory)]
 
 
 def _llm_d(runs: Sequence[Run], directory: Path) -> list[Path]:

@@ -107,9 +107,9 @@ class Hazard:
         risk."""
         inside = self.t <= self.t_reliable
         edges = np.linspace(0, self.t_reliable, min(bins, self.t_reliable) + 1)
-        which = np.clip(np.searchsorted(edges, self.t[inside], "left") - 1, 0, len(edges) - 2)
-        ended = np.bincount(which, self.h[inside] * self.survivors[inside], len(edges) - 1)
-        exposed = np.bincount(which, self.survivors[inside].astype(float), len(edges) - 1)
+        bin_index = np.clip(np.searchsorted(edges, self.t[inside], "left") - 1, 0, len(edges) - 2)
+        ended = np.bincount(bin_index, self.h[inside] * self.survivors[inside], len(edges) - 1)
+        exposed = np.bincount(bin_index, self.survivors[inside].astype(float), len(edges) - 1)
         return (edges[:-1] + edges[1:]) / 2, ended / np.maximum(exposed, 1)
 
 

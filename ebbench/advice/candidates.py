@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ebbench.advice.choice import BASELINE, AdviceQuestion, ExpectedLoad
 from ebbench.analysis.metrics import Slo, parse_slo
-from ebbench.config.declare import DEFAULT_VLLM
+from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_VLLM
 from ebbench.config.topology import TopologySpec
 from ebbench.devices.capacity import batch_limits
 from ebbench.devices.profiles import find_profile
@@ -22,7 +22,8 @@ from ebbench.hazard import analyse_lengths
 from ebbench.records.plan import Plan
 from ebbench.runs.prepare import checked_server, device_of, each_once, parse_policies, plan_of
 from ebbench.runs.store import RunStore
-from ebbench.spec.run import OF_A_SERVER, OF_LABELS, OF_TRAFFIC, RunSpec, known_settings, simulated
+from ebbench.spec.commands import OF_A_SERVER, OF_TRAFFIC, AdviceCommand, asked_of
+from ebbench.spec.run import OF_LABELS, RunSpec, simulated
 from ebbench.spec.server import EngineOptions, version_defaults
 from ebbench.workloads.options import is_recorded, recorded_file, scenario_meant
 from ebbench.workloads.trace import read_trace
@@ -39,72 +40,54 @@ TRIED_BUDGETS = (8192, 2048, 4096, 16384)
 """Token budgets to try; the first is the reference: that of vLLM's own on data-centre GPUs is 8,192 or 16,384."""
 
 
-def advice_question(
-    workload: str,
-    settings: Mapping[str, Any],
-    *,
-    device: str,
-    model: str,
-    cluster: Mapping[str, str],
-    max_num_seqs: int | None = None,
-    max_num_batched_tokens: Sequence[int] = (),
-    num_prompts: int | None = None,
-    goodput: Sequence[str] = (),
-    policies: Sequence[str] = (),
-    seeds: int = 5,
-) -> AdviceQuestion:
-    """The question, checked. ``settings``: of a run, by name: its traffic, the server and labels.
-
-    ``max_num_batched_tokens``: token budgets to try, that of the reference first. Raises UsageError.
-    """
-    rate = settings.get("request_rate")
-    check_counts(
-        seeds=seeds, num_prompts=num_prompts, max_concurrency=settings.get("max_concurrency"), request_rate=rate
-    )
-    slo = parse_slo(goodput)
-    each_once("--max-num-batched-tokens", max_num_batched_tokens)
+def advice_question(given: Mapping[str, Any]) -> AdviceQuestion:
+    """The question, checked. ``given``: settings of a run and of :class:`AdviceCommand`, by name. Raises UsageError."""
+    asked, settings = asked_of(AdviceCommand, given)
+    counted = {name: settings.get(name) for name in ("max_concurrency", "request_rate")}
+    check_counts(seeds=asked.seeds, num_prompts=asked.num_prompts, **counted)
+    slo = parse_slo([asked.goodput] if asked.goodput else [])
+    each_once("--max-num-batched-tokens", asked.max_num_batched_tokens)
+    device = settings.get("device") or DEFAULT_DEVICE
     chosen = batch_limits(find_profile(device), settings.get("vllm_version") or DEFAULT_VLLM)
-    seqs = chosen.max_num_seqs if max_num_seqs is None else max_num_seqs
-    budgets = tuple(max_num_batched_tokens or default_budgets(seqs, chosen.max_num_batched_tokens))
-    names = checked_server(model, settings)
-    question = AdviceQuestion(
-        workload,
-        device,
-        names["model"],
-        scenario_meant(workload, settings.get("scenario"), rate, None),
-        plan_arguments(workload, num_prompts, settings),
-        seqs,
-        budgets[0],
-        seeds,
-        slo,
-        tuple(spec.name for spec in parse_policies(policies)) if policies else default_policies(slo, budgets, seqs),
-        budgets=budgets[1:],
-        server={**cluster, **_of_server(settings, names["api_server"])},
+    seqs = settings.get("max_num_seqs", chosen.max_num_seqs)
+    budgets = asked.max_num_batched_tokens or default_budgets(seqs, chosen.max_num_batched_tokens)
+    names, workload = checked_server(settings), settings["workload"]
+    scenario = scenario_meant(workload, settings.get("scenario"), counted["request_rate"], None)
+    spec = simulated(
+        workload, BASELINE, device, names["model"], seqs, budgets[0], scenario, weight=2.0, front_end_ms=None,
+        **plan_arguments(workload, asked.num_prompts, settings),
+    )  # fmt: skip
+    return checked(
+        AdviceQuestion(
+            spec.changed(**_of_server(settings | {"api_server": names["api_server"]}), **_topology(asked, settings)),
+            asked.seeds,
+            slo,
+            tuple(policy.name for policy in parse_policies(asked.policy)) or default_policies(slo, budgets, seqs),
+            budgets=tuple(budgets[1:]),
+        )
     )
-    return checked(question)
 
 
-def cluster_settings(topology: str | None, tp: int, link: str | None) -> dict[str, str]:
+def _topology(asked: AdviceCommand, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The topology, or what a number of GPUs means, and the link, if they are given. Raises UsageError."""
+    topology, tp, link = asked.topology, asked.tp, settings.get("link")
     if topology is None:
         check_tp(tp, link)
         topology = f"tp={tp}" if tp > 1 else None
     elif tp > 1:
         raise UsageError(f"--topology has the GPUs of each engine: leave out --tp {tp}, and write tp= there")
-    return {name: value for name, value in (("topology", topology), ("link", link)) if value is not None}
+    return {"topology": topology, "link": link}
 
 
-def _of_server(settings: Mapping[str, Any], api_server: str) -> dict[str, Any]:
-    """The server's other settings that differ from their defaults, and labels, by the names of ``RunSpec.changed``."""
-    own = version_defaults(settings.get("vllm_version")) | {"api_server": api_server}
-    own |= {name: settings[name] for name in (*OF_A_SERVER, *OF_LABELS) if name in settings and name != "api_server"}
+def _of_server(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The server's other settings, and labels: those that are given, and what is off in the version of vLLM."""
     left_out = ("assume_decoder", "max_model_len")  # in the model's name, and in the plan
-    known = known_settings()
-    return {name: value for name, value in own.items() if name not in left_out and value != known[name].default}
+    own = {name: settings[name] for name in (*OF_A_SERVER, *OF_LABELS) if name in settings and name not in left_out}
+    return version_defaults(settings.get("vllm_version")) | own
 
 
 def plan_arguments(workload: str, num_prompts: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of build_plan except workload, scenario and seed."""
+    """Settings of the plan except workload, scenario and seed."""
     given = {name: settings[name] for name in OF_TRAFFIC if name in settings and name != "scenario"}
     longest = settings.get("max_model_len", EngineOptions.max_model_len)
     given = {"source": "profile", **given, "max_model_len": longest}
@@ -149,17 +132,13 @@ def default_policies(slo: Slo, budgets: Sequence[int], max_num_seqs: int) -> tup
 
 def candidate(question: AdviceQuestion, policy: str, seed: int, budget: int | None = None) -> RunSpec:
     """The cell of one policy and seed; ``budget`` None: at the reference budget."""
-    cell = simulated(
-        question.workload, policy, question.device, question.model, question.max_num_seqs,
-        question.max_num_batched_tokens if budget is None else budget, question.scenario, weight=2.0, seed=seed,
-        front_end_ms=None, **question.plan,
-    )  # fmt: skip
-    return cell.changed(**question.server)
+    return question.spec.changed(policy=policy, seed=seed, max_num_batched_tokens=budget or question.budget)
 
 
 def topology_asked(question: AdviceQuestion) -> TopologySpec | None:
     """The topology given, else the scenario's; None for one GPU. Raises UsageError if it cannot be read."""
-    return resolve_topology(question.server.get("topology"), question.scenario, question.server.get("link"))
+    cluster = question.spec.cluster
+    return resolve_topology(cluster.topology, question.spec.plan.scenario, cluster.link)
 
 
 def engine_count(question: AdviceQuestion) -> int:
@@ -172,8 +151,8 @@ def engine_count(question: AdviceQuestion) -> int:
     if layout is None:
         return 1
     if layout.disaggregated:
-        topology = question.server.get("topology", layout.label)
-        run = f"ebbench run {question.workload} --topology {topology} --policy v1"
+        topology = question.spec.cluster.topology or layout.label
+        run = f"ebbench run {question.spec.plan.workload} --topology {topology} --policy v1"
         raise UsageError(
             f"topology {layout.label} separates prefill from decode, so there is nothing for a policy to decide; "
             f"compare it with others by `{run}`"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ebbench.analysis.cases import TIE
 from ebbench.analysis.metrics import Slo
 from ebbench.analysis.statistics import PairedInterval, paired_t
 from ebbench.records.warnings import Fact, fact
+from ebbench.spec.commands import OF_A_SERVER
+from ebbench.spec.run import RunSpec, known_settings, settings_of
+from ebbench.spec.server import version_defaults
 from vllm_eb.calibration import Calibration
 from vllm_eb.policies.eb import THETA_MAX, THETA_MIN
 from vllm_eb.theory import (
@@ -144,26 +147,32 @@ def sign_changes(x: Sequence[float], y: Sequence[float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class AdviceQuestion:
-    """What to advise on. ``slo`` empty: throughput decides, else goodput. ``plan``: further arguments of build_plan.
+    """What to advise on. ``spec``: the run of the baseline on the first seed, at the token budget that gains are
+    compared with; ``budgets``: further ones that are tried with every policy.
 
-    ``seeds_alike``: several seeds were asked for, but all seeds give the same plan. ``max_num_batched_tokens``: the
-    token budget that gains are compared with; ``budgets``: further ones that are tried with every policy. ``server``:
-    further settings of every cell, by the names of ``RunSpec.changed``.
+    ``slo`` empty: throughput decides, else goodput. ``seeds_alike``: several seeds were asked for, but all seeds give
+    the same plan.
     """
 
-    workload: str
-    device: str
-    model: str
-    scenario: str | None
-    plan: Mapping[str, Any]
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    spec: RunSpec
     seeds: int
     slo: Slo
     policies: tuple[str, ...]
     seeds_alike: bool = False
     budgets: tuple[int, ...] = ()
-    server: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def budget(self) -> int:
+        """The token budget that gains are compared with."""
+        return self.spec.server.max_num_batched_tokens
+
+    @property
+    def server(self) -> Mapping[str, Any]:
+        """Settings of the server and its topology that differ from their defaults, by name."""
+        names = ("topology", "link", *version_defaults(self.spec.server.vllm_version), "api_server", *OF_A_SERVER)
+        known, values = known_settings(), settings_of(self.spec)
+        own = {name: values[name] for name in dict.fromkeys(names) if name != "max_model_len"}
+        return {name: value for name, value in own.items() if value is not None and value != known[name].default}
 
 
 class BudgetedPolicy(NamedTuple):

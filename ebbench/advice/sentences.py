@@ -118,7 +118,7 @@ def headline(advice: Advice) -> list[str]:
         )
     if chosen.gain is not None and chosen.name != BASELINE:
         what = "requests/s within the SLO" if question.slo else "tokens/s"
-        over = f"{BASELINE} with {question.max_num_batched_tokens:,}" if question.budgets else BASELINE
+        over = f"{BASELINE} with {question.budget:,}" if question.budgets else BASELINE
         lines.append(f"Expected: {interval(chosen.gain, question.seeds)} {what} over {over}.")
     if chosen.attainment is not None:
         lines.append(f"{percent(chosen.attainment)} of the requests meet {question.slo} (ms).")
@@ -187,7 +187,7 @@ def parameters(advice: Advice) -> list[str]:
     """Settings of the server, and the values that the controller will reach."""
     question, theory = advice.question, advice.theory
     lines = [
-        f"Server: --max-num-seqs {question.max_num_seqs} --max-num-batched-tokens "
+        f"Server: --max-num-seqs {question.spec.server.max_num_seqs} --max-num-batched-tokens "
         f"{advice.chosen.max_num_batched_tokens}",
     ]
     tuning = advice.tuning
@@ -207,7 +207,7 @@ def parameters(advice: Advice) -> list[str]:
     lines += _without_plugin(policy)
     topology = topology_asked(question)
     if topology is not None:
-        lines += map(sentence, rank_notes(policy, topology.pools[0].dp))
+        lines += [sentence(str(note)) for note in rank_notes(policy, topology.pools[0].dp)]
     return lines
 
 
@@ -298,14 +298,14 @@ def left_out(advice: Advice) -> list[str]:
     if not advice.question.budgets:
         return []
     lines = [
-        f"B: token budget per step, the best for each policy, or {advice.question.max_num_batched_tokens:,} where no "
+        f"B: token budget per step, the best for each policy, or {advice.question.budget:,} where no "
         "other is half a per cent better. --json has all"
     ]
     for seeds in sorted({policy.seeds for policy in advice.dropped}):
-        those = [policy for policy in advice.dropped if policy.seeds == seeds]
-        best = max(those, key=lambda policy: policy.behind_best)
+        dropped = [policy for policy in advice.dropped if policy.seeds == seeds]
+        best = max(dropped, key=lambda policy: policy.behind_best)
         lines.append(
-            f"{len(those)} candidates were dropped after {seeds} seed{'s' if seeds > 1 else ''}; the best of them, "
+            f"{len(dropped)} candidates were dropped after {seeds} seed{'s' if seeds > 1 else ''}; the best of them, "
             f"{best.policy} with B = {best.max_num_batched_tokens:,}, was {change(best.behind_best)} there against the "
             "best"
         )
@@ -363,11 +363,11 @@ def limits_of_it(advice: Advice) -> list[str]:
             "Every seed gives the same requests at the same times, as a replayed trace does, so each candidate was run "
             "once: there is no interval, and chance is not ruled out."
         )
-    asked = question.plan.get("num_prompts")
+    asked = question.spec.plan.num_prompts
     if isinstance(asked, int) and asked < FEW_TURNS * load.concurrency:
         lines.append(_few_requests(asked, load.concurrency))
     options = _as_options(_of_device(question))
-    shown = f"ebbench devices show {question.device} --model {question.model} {options}".rstrip()
+    shown = f"ebbench devices show {question.spec.device} --model {question.spec.model} {options}".rstrip()
     lines.append(
         f"Simulated on a model of the device; `{shown}` says where its step times come from. Measure on your GPU "
         "before changing production."
@@ -431,7 +431,7 @@ def _crossing_text(probe: GainCurve, what: str, x_format: str) -> str:
 def print_advice(advice: Advice, console: Console) -> None:
     """Print what to run, why, and where that changes."""
     question = advice.question
-    on = f"{question.workload}, {question.model} on {question.device} {server_options(question)}"
+    on = f"{question.spec.plan.workload}, {question.spec.model} on {question.spec.device} {server_options(question)}"
     console.print(on.rstrip(), style="bold", markup=False)
     for index, line in enumerate(headline(advice)):
         console.print(line, style="bold green" if not index else None, markup=False)
@@ -473,9 +473,9 @@ def as_dict(advice: Advice) -> dict[str, Any]:
         "tuned_budget": budget and {"max_num_batched_tokens": tuned_budget(budget[0]), "share_of_gain": budget[1]},
         "tuning": None if advice.tuning is None else asdict(advice.tuning),
         "server": dict(advice.question.server),
-        "max_num_seqs": advice.question.max_num_seqs,
+        "max_num_seqs": advice.question.spec.server.max_num_seqs,
         "max_num_batched_tokens": advice.chosen.max_num_batched_tokens,
-        "compared_with": {"policy": BASELINE, "max_num_batched_tokens": advice.question.max_num_batched_tokens},
+        "compared_with": {"policy": BASELINE, "max_num_batched_tokens": advice.question.budget},
         "dropped": [policy._asdict() for policy in advice.dropped],
         "engines": advice.engines,
         "seeds": advice.question.seeds,

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from ebbench.advice.candidates import candidate, engine_count, expected_load, figure
 from ebbench.advice.choice import (
@@ -34,9 +33,10 @@ from ebbench.render.documents import Console
 from ebbench.runs.api_server import ApiServerBusyError, again_if_busy, left_out_of
 from ebbench.runs.prepare import device_of, plan_of
 from ebbench.runs.store import RunStore, with_progress
-from ebbench.spec.run import RunSpec, simulated
+from ebbench.spec.run import RunSpec
 from ebbench.spec.server import DEFAULT_CLASS
 from ebbench.workloads import load_scenario
+from ebbench.workloads.options import PlanOptions
 from vllm_eb.policy import least_seqs, parse_policy
 from vllm_eb.theory import NO_DRAFTS
 
@@ -75,7 +75,7 @@ class SearchResult:
 
 def budgeted_policies(question: AdviceQuestion) -> list[BudgetedPolicy]:
     """All pairs that a server can run; the reference budget with every policy comes first."""
-    pairs = [BudgetedPolicy(policy, question.max_num_batched_tokens) for policy in question.policies]
+    pairs = [BudgetedPolicy(policy, question.budget) for policy in question.policies]
     for budget in question.budgets:
         pairs += [BudgetedPolicy(policy, budget) for policy in question.policies if _valid(question, policy, budget)]
     return list(dict.fromkeys(pairs))
@@ -129,7 +129,7 @@ def _next_round(question: AdviceQuestion, values: Mapping[BudgetedPolicy, float]
     ranked = sorted(values, key=lambda pair: -values[pair])  # stable: the reference budget first among equals
     kept = set(ranked[: max(-(-len(ranked) // FACTOR), FEWEST)])
     of_reference = BASELINE if BASELINE in question.policies else question.policies[0]
-    always = [pair for pair in ranked if pair == (of_reference, question.max_num_batched_tokens)]
+    always = [pair for pair in ranked if pair == (of_reference, question.budget)]
     shown = question.policies if len(question.policies) <= FEWEST else (BASELINE,)
     always += [pair for policy in shown for pair in [pair for pair in ranked if pair.policy == policy][:1]]
     return kept | set(always)
@@ -145,9 +145,9 @@ PROBE_PROMPTS, PROBE_TURNS = 1200, 8
 def concurrency_cells(question: AdviceQuestion, load: ExpectedLoad) -> dict[float, tuple[RunSpec, RunSpec]]:
     """v1 and EB at each concurrency, closed loop, with the workload's lengths (or a scenario's mean lengths)."""
     lengths: dict[str, int] = {}
-    if question.scenario is not None and load_scenario(question.scenario).own_lengths:
+    if question.spec.plan.scenario is not None and load_scenario(question.spec.plan.scenario).own_lengths:
         lengths = {"input_len": max(1, round(load.mu_l)), "output_len": max(1, round(load.mu_o))}
-    most = max(2 * question.max_num_seqs, CONCURRENCIES[1])  # at least two points
+    most = max(2 * question.spec.server.max_num_seqs, CONCURRENCIES[1])  # at least two points
     levels = [c for c in CONCURRENCIES if c <= most]
     return {c: _pair(question, {"max_concurrency": c}, lengths) for c in levels}
 
@@ -163,17 +163,14 @@ def mix_cells(question: AdviceQuestion, load: ExpectedLoad) -> dict[float, tuple
 
 
 def _pair(question: AdviceQuestion, traffic: dict[str, int], lengths: dict[str, int]) -> tuple[RunSpec, RunSpec]:
-    kept = _LIMIT_KEYS if lengths else (*_LIMIT_KEYS, *_LENGTH_KEYS)
-    own = {k: v for k, v in question.plan.items() if k in kept}
-    workload = "balanced" if lengths else question.workload
-    plan: dict[str, Any] = {
-        "num_prompts": max(PROBE_PROMPTS, PROBE_TURNS * traffic["max_concurrency"]), **own, **lengths, **traffic
-    }  # fmt: skip
-    v1, eb = (
-        simulated(workload, policy, question.device, question.model, question.max_num_seqs,
-                  question.max_num_batched_tokens, "saturated", front_end_ms=None, **plan).changed(**question.server)
-        for policy in (BASELINE, "eb")
-    )  # fmt: skip
+    spec, kept = question.spec, _LIMIT_KEYS if lengths else (*_LIMIT_KEYS, *_LENGTH_KEYS)
+    own = {name: getattr(spec.plan, name) for name in kept}
+    prompts = max(PROBE_PROMPTS, PROBE_TURNS * traffic["max_concurrency"])
+    workload = {"workload": "balanced", "source": "profile"} if lengths else {"workload": spec.plan.workload}
+    plan = PlanOptions(
+        scenario="saturated", num_prompts=prompts, with_text=False, **{**workload, **own, **lengths, **traffic}
+    )
+    v1, eb = (replace(spec, plan=plan, policy=policy, weight=1.0) for policy in (BASELINE, "eb"))
     return v1, eb
 
 
@@ -229,7 +226,7 @@ def find_advice(question: AdviceQuestion, store: RunStore, effort: Effort) -> Ad
     carry_out = partial(with_progress, store=store, workers=effort.workers, quiet=effort.quiet)
 
     def attempt(served: bool) -> tuple[AdviceQuestion, SearchResult]:
-        asked = replace(question, server={**question.server, "api_server": DEFAULT_CLASS}) if served else question
+        asked = replace(question, spec=question.spec.changed(api_server=DEFAULT_CLASS)) if served else question
         make = partial(carry_out, whole=bool(asked.slo))
         searched = search(asked, make, lambda cell: objective(asked, store, cell))
         busy = api_server_left_out(asked, store, searched.finalists)
@@ -258,7 +255,7 @@ def advise(question: AdviceQuestion, store: RunStore, searched: SearchResult, *,
     engines = engine_count(question)
     of_one = replace(load, concurrency=math.ceil(load.concurrency / engines))
     drafts = NO_DRAFTS if first.server.drafts is None else first.server.drafts.theory
-    theory = predict(of_one, device.calibration, device.kv_capacity_tokens, question.max_num_seqs, drafts)
+    theory = predict(of_one, device.calibration, device.kv_capacity_tokens, question.spec.server.max_num_seqs, drafts)
     scores = score(question, store, searched.finalists)
     chosen, reason = choose(scores)
     return Advice(
@@ -266,7 +263,7 @@ def advise(question: AdviceQuestion, store: RunStore, searched: SearchResult, *,
         probe(concurrency_cells(question, load), store, log=True) if with_crossover else None,
         probe(mix_cells(question, load), store, log=False) if with_crossover else None,
         notes=(
-            *plan.warnings, *_caveats(question, store, searched.finalists),
+            *map(str, plan.warnings), *_caveats(question, store, searched.finalists),
             *filter(None, [time_note(plan.facts), _api_server(question, store, searched.finalists)]),
         ),
         dropped=searched.dropped, engines=engines,
@@ -332,7 +329,7 @@ def _score(
 ) -> PolicyScore:
     own, budget = values[pair], pair.max_num_batched_tokens
     cells = [candidate(question, pair.policy, seed, budget) for seed in range(question.seeds)]
-    reference = BudgetedPolicy(BASELINE, question.max_num_batched_tokens)
+    reference = BudgetedPolicy(BASELINE, question.budget)
 
     def mean(key: str) -> float:
         return sum(figure(store, cell, key) for cell in cells) / len(cells)
@@ -345,5 +342,5 @@ def _score(
     return PolicyScore(
         pair.policy, sum(own) / len(own), tuple(own), relative_gain(own, values.get(reference)),
         relative_gain(own, values[best]), attainment, mean("median_ttft_ms"), mean("median_tpot_ms"),
-        mean("total_token_throughput"), budget, budget == question.max_num_batched_tokens,
+        mean("total_token_throughput"), budget, budget == question.budget,
     )  # fmt: skip

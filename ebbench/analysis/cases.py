@@ -32,9 +32,9 @@ class RunResult:
 
     def __repr__(self) -> str:
         """What it is of, in one line: the whole tree is too long to read in a notebook."""
-        of = self.summary
-        load = f"{of.workload} under {of.policy} on {of.device}, seed {of.seed}"
-        return f"<RunResult: {load}{'' if of.valid else ', INVALID'}, {self.run.path}>"
+        summary = self.summary
+        load = f"{summary.workload} under {summary.policy} on {summary.device}, seed {summary.seed}"
+        return f"<RunResult: {load}{'' if summary.valid else ', INVALID'}, {self.run.path}>"
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -47,8 +47,9 @@ def result_of(run: Run, slo: Slo | None = None, summary: Summary | None = None) 
 
     Raises DataError for damaged files.
     """
-    phases = summarise_phases(run, slo)
-    return RunResult(run, summary or summarise(run, slo), explain(run), phases if len(phases) > 1 else ())
+    several = len(run.table("requests", ["phase"])["phase"].unique()) > 1
+    phases = summarise_phases(run, slo) if several else ()
+    return RunResult(run, summary or summarise(run, slo), explain(run), phases)
 
 
 # Runs of one load in one environment, grouped by policy, with gains over the baseline.
@@ -219,7 +220,7 @@ def _differing_plans(summaries: Sequence[Summary]) -> list[str]:
     plans: dict[str, set[tuple[int, str]]] = {}
     for summary in summaries:
         plans.setdefault(summary.policy, set()).add((summary.seed, summary.plan_hash))
-    several = len({frozenset(seed for seed, _ in held) for held in plans.values()}) > 1
+    several = len({frozenset(seed for seed, _ in seeds_and_hashes) for seeds_and_hashes in plans.values()}) > 1
     seeds_and_plans = set().union(*plans.values())
     mixed = len(seeds_and_plans) > len({seed for seed, _ in seeds_and_plans})
     return ["seeds"] * several + ["plan"] * mixed
@@ -271,13 +272,15 @@ def comparison_cases(
         {**summary.conditions, **({MEASUREMENT: label} if label else {})}
         for summary, label in zip(summaries, labels, strict=True)
     ]
-    held = partition(range(len(summaries)), conditions, [(summary.seed, summary.plan_hash) for summary in summaries])
-    first_of = [places[0] for _, places in held]
-    apart = differing_conditions([conditions[place] for place in first_of])
-    if len(held) > len({tuple(sorted(conditions[place].items())) for place in first_of}):
-        apart.append("plan")  # equal conditions were split by their plans
+    titled_places = partition(
+        range(len(summaries)), conditions, [(summary.seed, summary.plan_hash) for summary in summaries]
+    )
+    first_of = [places[0] for _, places in titled_places]
+    unlike = differing_conditions([conditions[place] for place in first_of])
+    if len(titled_places) > len({tuple(sorted(conditions[place].items())) for place in first_of}):
+        unlike.append("plan")  # equal conditions were split by their plans
     cases = []
-    for title, places in held:
+    for title, places in titled_places:
         own = [summaries[place] for place in places]
         directories = {summary.run_dir for summary in own}
         groups = _baseline_first(
@@ -285,7 +288,10 @@ def comparison_cases(
         )
         cases.append(
             ComparisonCase(
-                title, groups, tuple(phase for phase in phases if phase.run_dir in directories), tuple(apart)
+                title,
+                groups,
+                tuple(phase for phase in phases if phase.run_dir in directories),
+                tuple(unlike),
             )
         )
     return tuple(cases)
@@ -407,9 +413,9 @@ def _titles(cases: Sequence[tuple[Mapping[str, str], str]]) -> list[str]:
     """
     if len(cases) < 2:
         return [""] * len(cases)
-    apart = differing_conditions([conditions for conditions, _ in cases])
+    names = differing_conditions([conditions for conditions, _ in cases])
     for complete in (False, True):
-        titles = [_title(conditions, apart, plan, complete=complete) for conditions, plan in cases]
+        titles = [_title(conditions, names, plan, complete=complete) for conditions, plan in cases]
         if all(titles) and len(set(titles)) == len(titles):
             break
     return titles

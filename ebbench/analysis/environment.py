@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ebbench.config.declare import declared_in
 from ebbench.errors import UnknownNameError
@@ -252,8 +251,8 @@ def _reported(settings: Mapping[str, Any]) -> str:
 def _further_limits(options: Mapping[str, Any]) -> str:
     """``at most 64 running, refuses from 16,384 queued prompt tokens on``; only what is not the default."""
     declared = declared_in(EngineOptions)
-    told = [declared[name].condition(value) for name, value in options.items() if name in declared.keys() - _MAIN]
-    return ", ".join(filter(None, told))
+    conditions = [declared[name].condition(value) for name, value in options.items() if name in declared.keys() - _MAIN]
+    return ", ".join(filter(None, conditions))
 
 
 _MAIN = {"max_num_batched_tokens", "max_num_seqs"}
@@ -360,16 +359,16 @@ def _device(manifest: Manifest) -> str:
     unstated = manifest.device == UNKNOWN_DEVICE and not manifest.facts.get("host_label")
     machine = manifest.facts.get("server_machine") if unstated else None
     facts = (machine or manifest.facts.get("device_profile"), manifest.facts.get("kernel_library"))
-    apart = ", ".join(filter(None, facts))
-    return f"{manifest.device} ({apart})" if apart else manifest.device
+    known_facts = ", ".join(filter(None, facts))
+    return f"{manifest.device} ({known_facts})" if known_facts else manifest.device
 
 
 def _model(manifest: Manifest) -> str:
     """The model with what tells it from others of its name: an own shape, and the models that answered in its place."""
     others = manifest.facts.get("other_models")
     answers = f"answers of {', '.join(sorted(others))}" if others else ""
-    apart = ", ".join(filter(None, [manifest.facts.get("model_shape"), answers]))
-    return f"{manifest.model} ({apart})" if apart else manifest.model
+    known_facts = ", ".join(filter(None, [manifest.facts.get("model_shape"), answers]))
+    return f"{manifest.model} ({known_facts})" if known_facts else manifest.model
 
 
 def _in_effect(manifest: Manifest) -> dict[str, Any]:
@@ -428,45 +427,54 @@ def comparison_conditions(environment: Mapping[str, str], load: LoadFacts) -> di
     return conditions | load.conditions() | named
 
 
-def differences(first: Mapping[str, str], other: Mapping[str, str], allowed: Sequence[str] = ()) -> list[str]:
-    """The keys in which two environments differ, as ``device: h200 against l40s``; options one by one."""
-    return [f"{name}: {ours} against {theirs}" for name, ours, theirs in _differing(first, other, allowed)]
+class Difference(NamedTuple):
+    """What two environments differ in: a key of ENVIRONMENT, of ``options`` the option; both values as text."""
+
+    key: str
+    ours: str
+    theirs: str
+    option: str = ""
+
+    def __str__(self) -> str:
+        """``device: h200 against l40s``."""
+        return f"{self.key}.{self.option}".rstrip(".") + f": {self.ours} against {self.theirs}"
 
 
-def differing_names(environments: Sequence[Mapping[str, str]]) -> list[str]:
-    """Names of conditions in which any environment differs from the first; options by their own names."""
-    unlike = [name for other in environments[1:] for name, _, _ in _differing(environments[0], other)]
-    return list(dict.fromkeys(name.removeprefix(_OPTION) for name in unlike))
-
-
-_OPTION = "options."
-
-
-def _differing(
-    first: Mapping[str, str], other: Mapping[str, str], allowed: Sequence[str] = ()
-) -> Iterator[tuple[str, str, str]]:
-    """Names and both values of what differs; options one by one, after their prefix."""
+def differences(first: Mapping[str, str], other: Mapping[str, str], allowed: Sequence[str] = ()) -> list[Difference]:
+    """What two environments differ in, apart from ``allowed`` keys; options one by one."""
+    unlike = []
     for name in ENVIRONMENT:
         ours, theirs = first.get(name, UNKNOWN), other.get(name, UNKNOWN)
         if ours == theirs or name in allowed:
             continue
         if name != "options":
-            yield name, _or_not_recorded(ours), _or_not_recorded(theirs)
+            unlike.append(Difference(name, ours or _UNRECORDED, theirs or _UNRECORDED))
             continue
         sides = [json.loads(text) if text else {} for text in (ours, theirs)]
         for option in sorted({*sides[0], *sides[1]}):
             values = [side.get(option) for side in sides]
             if values[0] != values[1]:
-                yield _OPTION + option, str(values[0]), str(values[1])
+                unlike.append(Difference(name, str(values[0]), str(values[1]), option))
+    return unlike
 
 
-def _or_not_recorded(value: str) -> str:
-    return value or "not recorded"
+_UNRECORDED = "not recorded"
 
 
-def remedy(unlike: Sequence[str]) -> str:
-    """The options that allow these :func:`differences`."""
-    return " ".join(f"--allow {key}" for key in dict.fromkeys(re.split(r"[.:]", text)[0] for text in unlike))
+def differing_names(environments: Sequence[Mapping[str, str]]) -> list[str]:
+    """Names of conditions in which any environment differs from the first; options by their own names."""
+    unlike = [difference for other in environments[1:] for difference in differences(environments[0], other)]
+    return list(dict.fromkeys(difference.option or difference.key for difference in unlike))
+
+
+def listed(unlike: Sequence[Difference]) -> str:
+    """The differences in one line."""
+    return "; ".join(map(str, unlike))
+
+
+def remedy(unlike: Sequence[Difference]) -> str:
+    """The options that allow these differences."""
+    return " ".join(f"--allow {key}" for key in dict.fromkeys(difference.key for difference in unlike))
 
 
 def check_allowed(names: Sequence[str]) -> tuple[str, ...]:

@@ -65,8 +65,8 @@ class KvPressure:
             return ()
         full_share = self.full_share if self.full_share > WORTH_SAYING else None
         of_memory = {"full_share": full_share, "running": self.running, "slots": self.slots}
-        again = {"repeated_tokens": self.repeated_tokens, "repeated_share": self.repeated_share}
-        return (warning(KV_CACHE, **of_memory, preemptions=self.preemptions, **again),)
+        repeats = {"repeated_tokens": self.repeated_tokens, "repeated_share": self.repeated_share}
+        return (warning(KV_CACHE, **of_memory, preemptions=self.preemptions, **repeats),)
 
     @property
     def figures(self) -> dict[str, float | None]:
@@ -141,8 +141,8 @@ def kv_pressure_by_metrics(metrics: pa.Table, requests: int, slots: int | None) 
     lasting = np.diff(times, append=times[-1:])
     waiting = _sum_over_time([values for name, values in series if _WAITING.search(name)], times)
     running = _sum_over_time([values for name, values in series if _RUNNING.search(name)], times)
-    held = np.max([_over_time(values, times) for values in usage], axis=0) if usage else np.zeros(len(times))
-    full = (held >= FULL) & (waiting > 0)
+    usage_over_time = np.max([_over_time(values, times) for values in usage], axis=0) if usage else np.zeros(len(times))
+    full = (usage_over_time >= FULL) & (waiting > 0)
     total = float(lasting.sum()) or 1.0
     return KvPressure(
         full_share=float(lasting[full].sum()) / total,

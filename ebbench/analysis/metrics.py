@@ -79,10 +79,10 @@ class _OpenSessions:
     def first_and_last_at(self, level: float, start: int, end: int) -> tuple[int, int] | None:
         """First and last time in [start, end] with at least ``level`` open sessions."""
         until = np.append(self.time[1:], self.time[-1])
-        held = (self.count >= level) & (until > start) & (self.time < end)
-        if not held.any():
+        at_level = (self.count >= level) & (until > start) & (self.time < end)
+        if not at_level.any():
             return None
-        first, last = np.flatnonzero(held)[[0, -1]]
+        first, last = np.flatnonzero(at_level)[[0, -1]]
         return max(int(self.time[first]), start), min(int(until[last]), end)
 
 
@@ -109,9 +109,9 @@ def completed_sessions_per_s(columns: RequestColumns, windows: Sequence[Window])
 
 def session_ends_ns(columns: RequestColumns) -> Ints:
     """When the last request of each session ended; the largest integer for sessions that did not end."""
-    _, which = np.unique(columns.session, return_inverse=True)
-    last = np.full(which.max() + 1, np.iinfo(np.int64).min)
-    np.maximum.at(last, which, np.where(columns.end == MISSING, np.iinfo(np.int64).max, columns.end))
+    _, session_number = np.unique(columns.session, return_inverse=True)
+    last = np.full(session_number.max() + 1, np.iinfo(np.int64).min)
+    np.maximum.at(last, session_number, np.where(columns.end == MISSING, np.iinfo(np.int64).max, columns.end))
     return last
 
 
@@ -121,11 +121,11 @@ def _load(columns: RequestColumns) -> _OpenSessions:
     last = np.where(end == MISSING, columns.last_token[started], end)
     horizon = max(int(last.max()), int(intended.max()))
     last = np.where(last == MISSING, horizon, last)  # interrupted while open
-    _, which = np.unique(session, return_inverse=True)
-    opened = np.full(which.max() + 1, np.iinfo(np.int64).max)
-    closed = np.full(which.max() + 1, np.iinfo(np.int64).min)
-    np.minimum.at(opened, which, intended)
-    np.maximum.at(closed, which, last)
+    _, session_number = np.unique(session, return_inverse=True)
+    opened = np.full(session_number.max() + 1, np.iinfo(np.int64).max)
+    closed = np.full(session_number.max() + 1, np.iinfo(np.int64).min)
+    np.minimum.at(opened, session_number, intended)
+    np.maximum.at(closed, session_number, last)
     times, index = np.unique(np.concatenate([opened, closed]), return_inverse=True)
     change = np.zeros(len(times), np.int64)
     np.add.at(change, index[: len(opened)], 1)
@@ -446,7 +446,7 @@ def measure(
     good = meets(columns, ok, slo) if slo else None
     met = None if good is None else int(good.sum())
     planned = int(chosen.sum())
-    left = chosen & (columns.status == ABANDONED)
+    abandoned = chosen & (columns.status == ABANDONED)
     answer_began = columns.answer_began
     e2el_ns, outputs = (columns.last_token - columns.intended)[ok], columns.output_tokens[ok]
     slow_ms = Distribution.of_ns(e2el_ns / np.maximum(outputs, 1)).p90
@@ -476,8 +476,8 @@ def measure(
         input_throughput=_rate(tokens_in, duration_s),
         token_goodput=None if good is None else _rate(int(columns.output_tokens[good].sum()), duration_s),
         prefix_hit_rate=_hit_rate(columns, ok & (columns.cached_tokens != MISSING)),
-        abandoned_input_tokens=int(columns.input_tokens[left & columns.prompt_computed].sum()),
-        abandoned_output_tokens=int(columns.output_tokens[left].sum()),
+        abandoned_input_tokens=int(columns.input_tokens[abandoned & columns.prompt_computed].sum()),
+        abandoned_output_tokens=int(columns.output_tokens[abandoned].sum()),
         ttfat=Distribution.of_ns((answer_began - columns.intended)[ok & (answer_began != MISSING)]),
         thinking_tokens=int(columns.thinking_tokens[ok].sum()),
         interactivity=_rate(tokens_out, float(e2el_ns.sum()) / 1e9),
@@ -497,8 +497,8 @@ def refuse_unknown_classes(limited: Iterable[str], classes: Iterable[str]) -> No
     """Raise UsageError for a class that has limits and is not among the ``classes`` of a run."""
     known = sorted(filter(None, classes))
     if unknown := [name for name in limited if name not in known]:
-        of = f"; its classes are {', '.join(known)}" if known else ""
-        raise UsageError(f"--goodput limits class {unknown[0]!r}, and no request of the run has this class{of}")
+        remedy = f"; its classes are {', '.join(known)}" if known else ""
+        raise UsageError(f"--goodput limits class {unknown[0]!r}, and no request of the run has this class{remedy}")
 
 
 def _duration_s(columns: RequestColumns, chosen: Mask, ok: Mask) -> float | None:

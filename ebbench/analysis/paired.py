@@ -15,13 +15,14 @@ from pathlib import Path
 
 from ebbench.analysis.cases import TIE, alike, partition
 from ebbench.analysis.certainty import ALPHA, pairs_needed, two_sided_p
-from ebbench.analysis.environment import differences, remedy
+from ebbench.analysis.environment import differences, listed, remedy
 from ebbench.analysis.statistics import confidence_sequence, detectable_loss, holm, paired_t
 from ebbench.analysis.units import DRAFTS, FIGURES, GateUnit, load_units
 from ebbench.analysis.verdict import (
     GATED,
     Pair,
     drafts_apart,
+    figures_by_class,
     left_out,
     measured_somewhere,
     pair_units,
@@ -30,6 +31,7 @@ from ebbench.analysis.verdict import (
     worse_by_gate,
 )
 from ebbench.errors import DataError, UnknownNameError
+from ebbench.records.warnings import Fact
 
 THROUGHPUT, GOODPUT, REQUEST_TIME = "output_throughput", "request_goodput", "median_e2el_ms"
 """Figures that can decide a comparison."""
@@ -63,7 +65,7 @@ class PolicyContrasts:
 
     ``deciding``: the figure that decides which is better, by the rule of ``show``
     (:func:`ebbench.analysis.certainty.deciding_figure`). ``worse``: figures in which the gate's one-sided test
-    finds the policy worse, with its p-value. ``left_out``: notes about runs that are in no pair.
+    finds the policy worse, with its p-value. ``left_out``: runs that are in no pair.
     ``drafts``: change in tokens per step by what was accepted of drafts, as a share; 0 where alike.
     """
 
@@ -73,7 +75,7 @@ class PolicyContrasts:
     skipped: Mapping[str, str]
     deciding: str = THROUGHPUT
     worse: Mapping[str, float] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[Fact, ...] = ()
     drafts: float = 0.0
 
     @property
@@ -118,8 +120,8 @@ def _merged(by_place: Mapping[tuple[str, int], list[GateUnit]], paths: Sequence[
     """Merge arguments that hold different plans of one policy; if a plan occurs twice, they stay separate groups."""
     groups: dict[str, list[GateUnit]] = {}
     for (policy, place), units in by_place.items():
-        held = groups.get(policy, [])
-        repeated = {unit.plan_hash for unit in held} & {unit.plan_hash for unit in units}
+        before = groups.get(policy, [])
+        repeated = {unit.plan_hash for unit in before} & {unit.plan_hash for unit in units}
         label = policy if not repeated else _label(policy, paths[place], groups)
         groups.setdefault(label, []).extend(units)
     return groups
@@ -145,13 +147,13 @@ def compare_cases(
     parts = partition(members, conditions, [(unit.seed, unit.plan_hash) for _, unit in members])
     comparisons, alone = [], []
     for title, part in parts:
-        held: dict[str, list[GateUnit]] = {}
+        units_by_label: dict[str, list[GateUnit]] = {}
         for label, unit in part:
-            held.setdefault(label, []).append(unit)
-        if len(held) < 2 or (baseline is not None and baseline in groups and baseline not in held):
-            alone.append(f"{title or 'these runs'}: only {', '.join(held)}")
+            units_by_label.setdefault(label, []).append(unit)
+        if len(units_by_label) < 2 or (baseline is not None and baseline in groups and baseline not in units_by_label):
+            alone.append(f"{title or 'these runs'}: only {', '.join(units_by_label)}")
         else:
-            comparisons.append(replace(compare(held, baseline, allowed), title=title))
+            comparisons.append(replace(compare(units_by_label, baseline, allowed), title=title))
     if not comparisons:
         return Compared((compare(groups, baseline, allowed),))
     return Compared(tuple(comparisons), tuple(alone))
@@ -191,14 +193,14 @@ def _why_alone(groups: Mapping[str, Sequence[GateUnit]], allowed: Sequence[str])
     for unit in units[1:]:
         unlike = differences(units[0].environment, unit.environment, allowed)
         if unlike:
-            return f"{units[0].run} and {unit.run} are not comparable: {'; '.join(unlike)}; {remedy(unlike)} allows it"
+            return f"{units[0].run} and {unit.run} are not comparable: {listed(unlike)}; {remedy(unlike)} allows it"
     several = len({unit.plan_hash for unit in units}) > 1
     plans = f", whose {len(units)} runs have different plans (plan: seeds or requests differ)" if several else ""
     return f"a comparison needs runs of two policies or more on the same plans; found only {only}{plans}"
 
 
 def _policy_contrasts(label: str, pairs: Sequence[Pair]) -> PolicyContrasts:
-    figures = [figure for figure in (*FIGURES, DRAFTS) if measured_somewhere(figure, pairs)]
+    figures = [figure for figure in (*FIGURES, DRAFTS, *figures_by_class(pairs)) if measured_somewhere(figure, pairs)]
     losses_by_figure = {figure: paired_losses(figure, pairs) for figure in figures}
     skipped = {figure: losses for figure, losses in losses_by_figure.items() if isinstance(losses, str)}
     contrasts = [_contrast(figure, pairs) for figure in losses_by_figure if figure not in skipped]

@@ -24,7 +24,7 @@ from ebbench.records.manifest import Manifest, decode_manifest
 from ebbench.records.plan import with_class
 from ebbench.records.run import MANIFEST, PARTIAL, SCHEMAS, TAIL, Run, RunWriter, require_directory
 from ebbench.records.schema import PLAN, REQUESTS
-from ebbench.records.warnings import as_stored, warning
+from ebbench.records.warnings import warning
 
 NOT_RECORDED = "not_recorded"
 
@@ -157,7 +157,7 @@ def _judged(manifest: Manifest, tables: dict[str, pa.Table], recorded: int, dama
     )
     planned = tables["plan"].num_rows
     rebuilt = warning("rebuilt", recorded=recorded, planned=planned, damaged_shards=len(damaged))
-    reasons = tuple(dict.fromkeys((*manifest.reasons, *map(as_stored, invalid))))
+    reasons = tuple(dict.fromkeys((*manifest.reasons, *invalid)))
     return msgspec.structs.replace(
         manifest,
         valid=False,

@@ -41,9 +41,9 @@ def least_difference(values: Mapping[T, Mapping[int, float]]) -> float | None:
     if not (grid > 0).all():
         return None
     logs = np.log(grid)
-    rest = logs - logs.mean(axis=1, keepdims=True) - logs.mean(axis=0, keepdims=True) + logs.mean()
+    residuals = logs - logs.mean(axis=1, keepdims=True) - logs.mean(axis=0, keepdims=True) + logs.mean()
     freedom = (len(values) - 1) * (len(seeds) - 1)
-    spread = math.sqrt(float((rest**2).sum()) / freedom)
+    spread = math.sqrt(float((residuals**2).sum()) / freedom)
     reach = tukey_reach(len(values), freedom, ALPHA) * spread * math.sqrt(2 / len(seeds)) if spread else 0.0
     return max(TIE, math.expm1(reach))
 

@@ -66,7 +66,7 @@ def sessions_table(columns: RequestColumns) -> pa.Table | None:
     request_ns = np.bincount(number[ok], (columns.last_token - columns.intended)[ok], minlength=count)
     known = done > 0
     names = columns.request_class[first]
-    of = {
+    columns_by_name = {
         "session": pa.array(columns.session[first]),
         "class": pa.array(names, pa.string(), mask=names == NO_CLASS),
         "first_turn": pa.array(columns.turn[first], pa.int32()),
@@ -84,7 +84,7 @@ def sessions_table(columns: RequestColumns) -> pa.Table | None:
         "cached_tokens": pa.array(summed(np.where(columns.cached_tokens == MISSING, 0, columns.cached_tokens))),
         "output_tokens": pa.array(output),
     }
-    return pa.table(of, schema=SESSIONS).take(pa.array(np.argsort(first, kind="stable")))
+    return pa.table(columns_by_name, schema=SESSIONS).take(pa.array(np.argsort(first, kind="stable")))
 
 
 def _spans(columns: RequestColumns, ok: npt.NDArray[np.bool_], number: Ints, count: int) -> tuple[Ints, Ints, Ints]:

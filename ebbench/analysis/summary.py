@@ -41,7 +41,7 @@ from ebbench.analysis.sessions import SESSIONS, SessionFigures, figures_by_class
 from ebbench.analysis.validity import FAILURE_COLUMNS, Failure, failures_by_cause, merge_failures
 from ebbench.records.run import Run
 from ebbench.records.schema import REQUESTS_EXTRAS
-from ebbench.records.warnings import ESTIMATED, RunWarning
+from ebbench.records.warnings import ESTIMATED, RunWarning, shown_text, told_columns
 from vllm_eb.policy import PolicyError, parse_policy
 
 FACT = "speculative"
@@ -53,15 +53,13 @@ class Drafted:
     """Drafts of speculative decoding.
 
     ``steps``: decode steps that verified drafts, counted per sequence; None: not known. ``drafted`` and ``accepted``:
-    tokens per position, as vLLM counts them; empty where only ``accepted_tokens`` is known. ``by_answers``: summed over
-    what the answers say, not over all that the server did.
+    tokens per position, as vLLM counts them; empty where only ``accepted_tokens`` is known.
     """
 
     steps: int | None
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
     accepted_tokens: int
-    by_answers: bool = False
 
     @staticmethod
     def of(facts: Mapping[str, Any]) -> Drafted | None:
@@ -73,7 +71,7 @@ class Drafted:
         tokens = counts.get("accepted_tokens", sum(accepted))
         if not drafted and not tokens:  # every step made one token, as without drafts
             return None
-        return Drafted(counts["steps"], drafted, accepted, tokens, counts.get("source") == "answers")
+        return Drafted(counts["steps"], drafted, accepted, tokens)
 
     @staticmethod
     def over(runs: Sequence[Drafted]) -> Drafted:
@@ -153,11 +151,11 @@ class ClientNodes:
     def of(cls, facts: Mapping[str, Any]) -> ClientNodes:
         """From the facts of a manifest."""
         nodes, connected = facts.get("client_nodes") or (), facts.get("client_connections") or {}
-        held, used = connected.get("most_held") or None, connected.get("most_used")
+        most_open, used = connected.get("most_held") or None, connected.get("most_used")
         if not nodes:
-            return cls(connections=held, connections_used=used)
+            return cls(connections=most_open, connections_used=used)
         workers, lost = sum(node["workers"] for node in nodes), sum(node["lost"] for node in nodes)
-        return cls(len(nodes), workers, lost, facts.get("clock_alignment_error_ms"), held, used)
+        return cls(len(nodes), workers, lost, facts.get("clock_alignment_error_ms"), most_open, used)
 
     def to_dict(self) -> dict[str, Any]:
         """Flat values for JSON and SQL; None without several machines."""
@@ -170,12 +168,16 @@ class ClientNodes:
         }
 
     def __str__(self) -> str:
-        held = f"{self.connections:,} connections at most, {self.connections_used:,} in use" if self.connections else ""
+        connections = (
+            f"{self.connections:,} connections at most, {self.connections_used:,} in use" if self.connections else ""
+        )
         if not self.count:
-            return held
+            return connections
         lost = f", {self.lost} lost" if self.lost else ""
         aligned = "" if self.alignment_error_ms is None else f", clocks aligned to {self.alignment_error_ms:.2g} ms"
-        return f"{self.count} client nodes with {self.workers} processes{lost}{aligned}" + (f", {held}" if held else "")
+        return f"{self.count} client nodes with {self.workers} processes{lost}{aligned}" + (
+            f", {connections}" if connections else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -249,9 +251,9 @@ class Summary:
         }
         verdict = {
             "valid": self.valid,
-            "reasons": [str(reason) for reason in self.reasons],
+            "reasons": [reason.to_dict(str(reason)) for reason in self.reasons],
             "interrupted": self.interrupted,
-            "warnings": [str(warning) for warning in self.warnings],
+            "warnings": [warning.to_dict(str(warning)) for warning in self.warnings],
             "failures": [asdict(failure) for failure in self.failures],
             "goodput_slo_ms": self.slo.limits() or None,
         }
@@ -286,7 +288,8 @@ class Summary:
 
     def to_table(self) -> pa.Table:
         """One row with the figures of :meth:`to_dict` under its keys, for Parquet: those of a steady window as
-        ``steady_...``, limits as ``limit_..._ms``, lists of texts as lists; undefined figures are null doubles."""
+        ``steady_...``, limits as ``limit_..._ms``, lists of texts as lists, also the codes and values (JSON) of
+        warnings and reasons; undefined figures are null doubles."""
         return _one_row(self.to_dict())
 
     def classes_table(self) -> pa.Table:
@@ -301,6 +304,8 @@ def named(name: str) -> str:
 
 
 def _one_row(row: dict[str, Any]) -> pa.Table:
+    told: dict[str, Any] = {name: row[name] for name in ("reasons", "warnings") if name in row}
+    row |= {name: [shown_text(text) for text in texts] for name, texts in told.items()} | told_columns(told)
     nested = {"steady": row.pop("steady"), "limit": row.pop("goodput_slo_ms"), "session": row.pop("per_session", None)}
     for prefix, figures in nested.items():
         tail = "_ms" if prefix == "limit" else ""
@@ -471,13 +476,13 @@ def mean_over_repeats(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         }
     if "acceptance" in first:
         merged["acceptance"] = mean_acceptance([summary.get("acceptance", ()) for summary in summaries])
-    warnings = dict.fromkeys(warning for summary in summaries for warning in summary["warnings"])
-    reasons = dict.fromkeys(reason for summary in summaries for reason in summary["reasons"])
     merged |= {
         "valid": all(summary["valid"] for summary in summaries),
         "interrupted": any(summary["interrupted"] for summary in summaries),
-        "warnings": list(warnings),
-        "reasons": list(reasons),
+        **{
+            name: list({shown_text(text): text for summary in summaries for text in summary[name]}.values())
+            for name in ("warnings", "reasons")
+        },
         "failures": [asdict(failure) for failure in merge_failures(_failures_in(summaries))],
         "steady": None,
         "seeds": [summary["seed"] for summary in summaries],

@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Literal
 
 from ebbench.analysis.statistics import EXACT_PAIRS, PairedInterval, paired_t
-from ebbench.analysis.units import HIGHER_IS_BETTER, GateUnit, gate_unit
+from ebbench.analysis.units import GateUnit, gate_unit, is_higher_better
 from ebbench.analysis.verdict import Judged, Pair, Rules, judge, paired_losses, pairs_needed, without_copies
 from ebbench.errors import DataError
 from ebbench.records.manifest import Manifest, RunLabels
@@ -176,7 +176,7 @@ class Change:
     @property
     def bounds(self) -> tuple[float, float, float]:
         """How much more of the figure there is after the change, as a share, and the 95 % interval of it."""
-        rises = (self.judged.figure in HIGHER_IS_BETTER) == (self.direction == "better")
+        rises = is_higher_better(self.judged.figure) == (self.direction == "better")
         losses = (self.judged.loss, self.judged.low, self.judged.high)
         if rises:
             return losses
@@ -210,8 +210,8 @@ def trend_of(kind: SeriesKind, points: Sequence[Point], figure: str, rules: Rule
     rules = replace(rules, gated=(figure,), margin=own)
     values = tuple(point.figure(figure) for point in points)
     known = [place for place, value in enumerate(values) if value is not None]
-    held = [points[place] for place in known]
-    changes = [replace(change, place=known[change.place]) for change in _changes(held, 0, figure, rules)]
+    known_points = [points[place] for place in known]
+    changes = [replace(change, place=known[change.place]) for change in _changes(known_points, 0, figure, rules)]
     begin = changes[-1].place if changes else 0
     since = [points[place] for place in known if place >= begin]
     newest = _judged(since[:-1], since[-1:], figure, rules) if len(since) > 1 else None
@@ -313,7 +313,7 @@ def _stands_out(levels: Sequence[float], place: int) -> float:
 
 def _newest_is_worst(points: Sequence[Point], figure: str, rules: Rules) -> bool:
     """Whether the last point is worse than every other one, and than their mean by the margin."""
-    sign = -1.0 if figure in HIGHER_IS_BETTER else 1.0
+    sign = -1.0 if is_higher_better(figure) else 1.0
     *earlier, last = [sign * level for level in _levels(points, figure)]
     return last > max(earlier) and last - fmean(earlier) >= math.log1p(rules.margin_of(figure))
 

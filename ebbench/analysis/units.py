@@ -16,7 +16,17 @@ from types import MappingProxyType
 
 import pyarrow as pa
 
-from ebbench.analysis.environment import ENVIRONMENT, LATER, UNKNOWN, describe_load, differences, machine_of_run, remedy
+from ebbench.analysis.columns import NO_CLASS
+from ebbench.analysis.environment import (
+    ENVIRONMENT,
+    LATER,
+    UNKNOWN,
+    describe_load,
+    differences,
+    listed,
+    machine_of_run,
+    remedy,
+)
 from ebbench.analysis.metrics import LATENCIES, Metrics
 from ebbench.analysis.summary import summarise
 from ebbench.analysis.validity import of_device
@@ -55,13 +65,38 @@ LABELS = {
 } | {f"{name}_{latency}_ms": f"{latency.upper()} {name}" for latency in LATENCIES for name in ("median", *STATISTICS)}
 LENGTHS = ("session", "turn", "phase", "arrival_ns", "input_tokens", "output_tokens")
 """Columns of a plan that determine arrival times and lengths."""
-HIGHER_IS_BETTER = frozenset({*RATES.values(), DRAFTS})
+_HIGHER_IS_BETTER = frozenset({*RATES.values(), DRAFTS})
+OF_CLASSES = ("median_ttft_ms", "median_tpot_ms")
+"""Figures that are shown of each class of requests, as ``chat:median_ttft_ms``."""
+
+
+def label_of(figure: str) -> str:
+    """What tables call a figure: ``TTFT median``, of a class of requests ``TTFT median of chat``."""
+    name, _, plain = figure.rpartition(":")
+    return f"{LABELS[plain]} of {name}" if name else LABELS[plain]
+
+
+def name_of(figure: str) -> str:
+    """How a figure is called on the command line: ``ttft``, ``chat:ttft``."""
+    of_class, colon, plain = figure.rpartition(":")
+    return of_class + colon + next(name for name, column in NAMES.items() if column == plain)
+
+
+def is_higher_better(figure: str) -> bool:
+    """Whether more of a figure is better, as of rates."""
+    return figure.rpartition(":")[2] in _HIGHER_IS_BETTER
+
+
+def classes_among(units: Iterable[GateUnit]) -> list[str]:
+    """The classes of requests of which any of the units has figures."""
+    return sorted({name for unit in units for name in (figure.rpartition(":")[0] for figure in unit.figures) if name})
 
 
 @dataclass(frozen=True)
 class GateUnit:
     """One restart of a real engine, or one seeded simulation. A figure is None if undefined.
 
+    ``figures``: those of MEASURED, and of each class of requests, as ``chat:median_ttft_ms``.
     ``load``: number and rate of sessions in words. ``lengths``: hash of the plan's lengths and arrivals, which alone
     determine a run in virtual time; empty in real time. A stored baseline may have neither. ``conditions``: what the
     figures depend on besides policy and seed, by name; only runs just read have it. ``until_clear``: one of several
@@ -87,7 +122,7 @@ class GateUnit:
     conditions: Mapping[str, str] = field(default_factory=dict)
     until_clear: bool = False
     steady_rate: float | None = None
-    caveats: tuple[str, ...] = ()
+    caveats: tuple[RunWarning, ...] = ()
     invalid_tries: int = 0
     server: str = ""
     cache_unknown: bool = False
@@ -165,7 +200,7 @@ def _unit_of(run: Run) -> GateUnit:
         virtual=manifest.clock == "virtual",
         anchor_unix_ns=manifest.anchor_unix_ns,
         run=str(run.path),
-        figures=unit_figures(summary.metrics) | {DRAFTS: summary.tokens_per_step},
+        figures=unit_figures(summary.metrics) | {DRAFTS: summary.tokens_per_step} | _of_classes(summary.classes),
         slo=str(summary.slo),
         load=describe_load(manifest),
         conditions=summary.conditions,
@@ -203,6 +238,15 @@ def unit_figures(metrics: Metrics) -> dict[str, float | None]:
     return {figure: figures.get(figure) for figure in MEASURED}
 
 
+def _of_classes(classes: Mapping[str, Metrics]) -> dict[str, float | None]:
+    return {
+        f"{name}:{figure}": value
+        for name, metrics in classes.items()
+        if name != NO_CLASS
+        for figure, value in unit_figures(metrics).items()
+    }
+
+
 def of_policy(units: Sequence[GateUnit], policy: str, side: str) -> list[GateUnit]:
     """The units of one policy. Raises UnknownNameError, naming the existing ones, if there is none."""
     chosen = [unit for unit in units if unit.policy == policy]
@@ -217,8 +261,8 @@ def require_one_environment(units: Sequence[GateUnit], allowed: Sequence[str], s
     for unit in units[1:]:
         unlike = differences(first.environment, unit.environment, allowed)
         if unlike:
-            apart = f"{first.run} and {unit.run} are not comparable ({'; '.join(unlike)})"
-            raise DataError(f"{side}: {apart}; {remedy(unlike)} allows it")
+            problem = f"{first.run} and {unit.run} are not comparable ({listed(unlike)})"
+            raise DataError(f"{side}: {problem}; {remedy(unlike)} allows it")
         if unit.policy != first.policy:
             raise DataError(f"{side} mixes the policies {first.policy} and {unit.policy}; choose one with --policy")
 
@@ -228,10 +272,10 @@ def require_separate_runs(baseline: Sequence[GateUnit], candidate: Sequence[Gate
     before = {unit.measurement for unit in baseline}
     shared = [unit.run for unit in candidate if unit.measurement in before]
     if shared:
-        which = f"{shared[0]} is" if len(shared) == 1 else f"{len(shared)} runs are"
+        shared_runs = f"{shared[0]} is" if len(shared) == 1 else f"{len(shared)} runs are"
         first = "" if len(shared) == 1 else f", {shared[0]} first"
         raise UsageError(
-            f"{which} on both sides{first}: a run never differs from itself; give runs of the candidate's own"
+            f"{shared_runs} on both sides{first}: a run never differs from itself; give runs of the candidate's own"
         )
 
 
@@ -242,13 +286,15 @@ MARGIN = Setting("loss that still passes", unit="percent", above=0, below=100, e
 
 
 def parse_figures(names: Iterable[str]) -> tuple[str, ...]:
-    """The columns of the named figures, in that order. Raises UnknownNameError."""
-    figures: dict[str, None] = {}
-    for name in split_all_pairs(names):
-        if name not in NAMES:
-            raise UnknownNameError("figure", name, NAMES)
-        figures[NAMES[name]] = None
-    return tuple(figures)
+    """The columns of the named figures (``ttft``, ``chat:ttft``), in that order. Raises UnknownNameError."""
+    return tuple(dict.fromkeys(map(_column, split_all_pairs(names))))
+
+
+def _column(text: str) -> str:
+    of_class, colon, name = text.rpartition(":")
+    if name not in NAMES:
+        raise UnknownNameError("figure", name, NAMES)
+    return f"{of_class}{colon}{NAMES[name]}"
 
 
 def parse_margins(texts: Iterable[str]) -> tuple[float, dict[str, float]]:
@@ -256,9 +302,7 @@ def parse_margins(texts: Iterable[str]) -> tuple[float, dict[str, float]]:
     shares: dict[str, float] = {}
     for pair in split_all_pairs(texts):
         name, colon, text = pair.rpartition(":")
-        if colon and name not in NAMES:
-            raise UnknownNameError("figure", name, NAMES)
-        figure = NAMES[name] if colon else ""
+        figure = _column(name) if colon else ""
         if figure in shares:
             raise UsageError(f"--margin: {name or 'the margin of all figures'} is given twice; give it once")
         shares[figure] = value_of(name, text, MARGIN, "--margin", equals=colon) / 100

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ import pyarrow.compute as pc
 from ebbench.analysis.columns import MISSING, STATUSES, RequestColumns
 from ebbench.analysis.metrics import Metrics
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
-from ebbench.records.warnings import ABOUT_SERVER, KV_CACHE, RunWarning, caveat
+from ebbench.records.warnings import ABOUT_SERVER, KV_CACHE, RunWarning, in_ranges, warning, warning_shape
 from ebbench.spec.client import lag_limit_ms
 from ebbench.spec.server import VIRTUAL_TIME
 
@@ -235,31 +236,32 @@ def _message_in(value: object) -> str:
 Owner = Callable[[Collection[int]], str]
 """What stands before a caveat of the runs at these places; "" if it holds for all runs."""
 
-_NUMBER = re.compile(r"(?<![\w.-])\d+(?:,\d{3})*(?:\.\d+)?(?!\w|[.,]\d)")
-"""A number, but not one in a name: h100 and h200 are not the ends of a range."""
 
-
-def of_device(engine: str, warnings: Iterable[RunWarning]) -> tuple[str, ...]:
+def of_device(engine: str, warnings: Iterable[RunWarning]) -> tuple[RunWarning, ...]:
     """The warnings of a run that are about its device: what it estimates, simplifies or leaves out.
 
     All warnings of a simulated engine count as its device's (units of another pool, images, a server that would not
     start). Of a real engine those about the server count, such as answers of another model and cached prompts, and not
     those about its client and this one run. What a full KV cache cost counts on both.
     """
-    codes = {"device", "engine"} if engine in VIRTUAL_TIME else {"device", *ABOUT_SERVER}
-    return tuple(str(warning) for warning in warnings if (warning.about or warning.code) in codes | {KV_CACHE})
+    codes = {"device", "engine", KV_CACHE} if engine in VIRTUAL_TIME else {"device", KV_CACHE, *ABOUT_SERVER}
+    return tuple(said for said in warnings if {said.about, said.code} & codes)
 
 
-def told_once(said: Sequence[Iterable[str]], owner: Owner) -> list[str]:
+def told_once(
+    told_by_run: Sequence[Iterable[RunWarning]], owner: Owner, worded: Callable[[RunWarning], str] = str
+) -> list[str]:
     """The caveats of runs, each once, preceded by ``owner``'s name for the runs that have it.
 
     Caveats that differ only in numbers are merged, with the range of each number.
     """
-    alike: dict[str, list[tuple[str, int]]] = {}
-    for place, texts in enumerate(said):
-        for text in texts:
-            alike.setdefault(_NUMBER.sub("#", text), []).append((text, place))
-    return [owner({place for _, place in told}) + _ranged([text for text, _ in told]) for told in alike.values()]
+    alike: dict[Any, list[tuple[RunWarning, int]]] = {}
+    for place, warnings in enumerate(told_by_run):
+        for said in warnings:
+            alike.setdefault((said.code, said.message, warning_shape(said.values)), []).append((said, place))
+    return [
+        owner({place for _, place in told}) + worded(in_ranges([said for said, _ in told])) for told in alike.values()
+    ]
 
 
 def by_policy(runs: Sequence[str]) -> Owner:
@@ -300,14 +302,6 @@ def _distinguishing_values(name: str, places: Collection[int], runs: Sequence[Ma
     return values if len(values) < len({run[name] for run in runs}) else []
 
 
-def _ranged(texts: Sequence[str]) -> str:
-    """One text for several that differ only in numbers: "44 to 49" for 44, 47 and 49."""
-    columns = zip(*(_NUMBER.findall(text) for text in texts), strict=True)
-    ends = [sorted(set(column), key=lambda number: float(number.replace(",", ""))) for column in columns]
-    numbers = iter(values[0] if len(values) == 1 else f"{values[0]} to {values[-1]}" for values in ends)
-    return _NUMBER.sub(lambda _: next(numbers), texts[0])
-
-
 FAILURE_LIMIT = 0.01
 """Share of the planned requests from which on failures make a run INVALID."""
 
@@ -329,7 +323,7 @@ class Conditions:
 
 def invalid_reasons(
     requests: pa.Table, plan: pa.Table, columns: RequestColumns, metrics: Metrics, conditions: Conditions
-) -> tuple[str, ...]:
+) -> tuple[RunWarning, ...]:
     """All reasons why the run is INVALID; empty for a valid run."""
     reasons = [
         *_accounting(requests, plan, columns),
@@ -337,58 +331,58 @@ def invalid_reasons(
         *(_lateness(requests, columns, conditions.lag_limit_ms) if conditions.paced_sends else []),
     ]
     if conditions.interrupted:
-        reasons.append(caveat("interrupted"))
+        reasons.append(warning("interrupted"))
     return tuple(reasons)
 
 
-def _accounting(requests: pa.Table, plan: pa.Table, columns: RequestColumns) -> list[str]:
+def _accounting(requests: pa.Table, plan: pa.Table, columns: RequestColumns) -> list[RunWarning]:
     reasons = []
     planned, recorded = plan.column("request_id"), requests.column("request_id")
     if requests.num_rows != plan.num_rows:
-        reasons.append(caveat("requests-missing", planned=plan.num_rows, recorded=requests.num_rows))
+        reasons.append(warning("requests-missing", planned=plan.num_rows, recorded=requests.num_rows))
     repeated = requests.num_rows - pc.count_distinct(recorded).as_py()
     if repeated:
-        reasons.append(caveat("requests-repeated", requests=repeated))
+        reasons.append(warning("requests-repeated", requests=repeated))
     unplanned = pc.sum(pc.invert(pc.is_in(recorded, value_set=planned.combine_chunks()))).as_py() or 0
     if unplanned:
-        reasons.append(caveat("requests-unplanned", requests=unplanned))
+        reasons.append(warning("requests-unplanned", requests=unplanned))
     unknown = sorted(set(columns.status.tolist()) - set(STATUSES))
     if unknown:
-        reasons.append(caveat("status-unknown", statuses=unknown))
+        reasons.append(warning("status-unknown", statuses=unknown))
     return reasons + _inconsistent(columns, requests)
 
 
-def _inconsistent(columns: RequestColumns, requests: pa.Table) -> list[str]:
+def _inconsistent(columns: RequestColumns, requests: pa.Table) -> list[RunWarning]:
     claimed, ok = columns.status == "ok", columns.ok
-    reasons: list[str] = []
+    reasons: list[RunWarning] = []
     untimed = int((claimed & ~ok).sum())
     if untimed:
-        reasons.append(caveat("times-missing", requests=untimed))
+        reasons.append(warning("times-missing", requests=untimed))
     # null: an answer that has no tokens (embeddings, rerank)
     silent = int((ok & pc.fill_null(pc.less(requests["output_tokens"], 1), False).to_numpy()).sum())
     if silent:
-        reasons.append(caveat("tokens-missing", requests=silent))
+        reasons.append(warning("tokens-missing", requests=silent))
     ordered = (columns.intended <= columns.first_token) & (columns.first_token <= columns.last_token)
     backwards = int((ok & ~ordered).sum())
     if backwards:
-        reasons.append(caveat("times-backwards", requests=backwards))
+        reasons.append(warning("times-backwards", requests=backwards))
     return reasons
 
 
-def _failures(requests: pa.Table, metrics: Metrics, limit: float) -> list[str]:
+def _failures(requests: pa.Table, metrics: Metrics, limit: float) -> list[RunWarning]:
     if not metrics.planned:
-        return [caveat("nothing-planned")]
+        return [warning("nothing-planned")]
     followers = pc.sum(pc.equal(requests.column("error_class"), EARLIER_TURN_FAILED)).as_py() or 0
     failed = metrics.counts["failed"] + metrics.counts["timed_out"] + followers
     if failed == metrics.planned:
-        return [caveat("all-failed", planned=metrics.planned)]
+        return [warning("all-failed", planned=metrics.planned)]
     if failed > limit * metrics.planned:
         counts = {"failed": failed, "planned": metrics.planned, "after_failed_turns": followers}
-        return [caveat("many-failed", **counts, limit=limit)]
+        return [warning("many-failed", **counts, limit=limit)]
     return []
 
 
-def _lateness(requests: pa.Table, columns: RequestColumns, asked_ms: float | None) -> list[str]:
+def _lateness(requests: pa.Table, columns: RequestColumns, asked_ms: float | None) -> list[RunWarning]:
     """The client did not keep its schedule: its p99 lag is above the limit."""
     sent = (columns.sent != MISSING) & (columns.intended != MISSING)
     if not sent.any() or not columns.ok.any():
@@ -397,4 +391,4 @@ def _lateness(requests: pa.Table, columns: RequestColumns, asked_ms: float | Non
     limit_ms = lag_limit_ms(requests, asked_ms)
     if p99_ms <= limit_ms:
         return []
-    return [caveat("client-late", p99_lag_ms=p99_ms, limit_ms=limit_ms)]
+    return [warning("client-late", p99_lag_ms=p99_ms, limit_ms=limit_ms)]

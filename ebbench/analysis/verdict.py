@@ -20,7 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ebbench.analysis.environment import differences, remedy
+from msgspec import to_builtins
+
+from ebbench.analysis.environment import differences, listed, remedy
 from ebbench.analysis.statistics import (
     PairedInterval,
     anytime_p,
@@ -32,10 +34,18 @@ from ebbench.analysis.statistics import (
     sign_flip_p,
 )
 from ebbench.analysis.summary import ACCEPTED_ALIKE, sets_drafts
-from ebbench.analysis.units import DRAFTS, FIGURES, HIGHER_IS_BETTER, LABELS, NAMES, GateUnit, require_one_environment
-from ebbench.analysis.validity import told_once
-from ebbench.errors import DataError, UsageError
-from ebbench.records.warnings import ABOUT_SERVER, WARM_CACHE
+from ebbench.analysis.units import (
+    DRAFTS,
+    FIGURES,
+    OF_CLASSES,
+    GateUnit,
+    classes_among,
+    is_higher_better,
+    name_of,
+    require_one_environment,
+)
+from ebbench.errors import DataError, UnknownNameError, UsageError
+from ebbench.records.warnings import ABOUT_SERVER, WARM_CACHE, Fact, fact
 
 Outcome = Literal["pass", "fail", "inconclusive"]
 GATED = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
@@ -47,16 +57,10 @@ By then most comparisons of equal sides are decided under the noise of the first
 MIN_PAIRS = 6
 """Least pairs: with three gated figures, Holm's first step requires p <= 0.05 / 3, and 6 is the first n with 2**-n
 below that. A smaller alpha requires more."""
-COPIES = (
-    "pair(s) left out as copies: in virtual time, plans of the same lengths and arrivals give the same figures "
-    "whatever their seed; take another trace or other requests to measure more"
-)
-
+COPIES = "copies"
+"""Code of the note that pairs were left out as copies of others."""
 ORDER_P = 1 / 16
 """Largest p of an order within pairs that is named as the cause of their spread: four pairs that all agree."""
-EMPTY_CACHE = (
-    "restart the server between runs, or let it empty its cache (vLLM: VLLM_SERVER_DEV_MODE=1; SGLang has /flush_cache)"
-)
 
 
 @dataclass(frozen=True)
@@ -118,19 +122,19 @@ class Judged:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The gate's verdict and the data behind it. ``skipped``: figures that could not be judged, with the reason.
+    """The gate's verdict and the data behind it. ``skipped``: figures that could not be judged, with a code of why.
 
-    ``cause``: what explains the spread of the pairs, if it is known.
+    ``cause``: what explains the spread of the pairs; None if it is not known.
     """
 
     outcome: Outcome
-    reason: str
+    reason: Fact
     judged: tuple[Judged, ...]
     skipped: Mapping[str, str]
     pairs: tuple[Pair, ...]
     rules: Rules
-    notes: tuple[str, ...] = ()
-    cause: str = ""
+    notes: tuple[Fact, ...] = ()
+    cause: Fact | None = None
 
 
 def pair_units(baseline: Sequence[GateUnit], candidate: Sequence[GateUnit], allowed: Sequence[str] = ()) -> list[Pair]:
@@ -187,7 +191,7 @@ def require_comparable(
     if sides_differ:
         alike = "measure both alike, or allow what is meant to differ"
         raise DataError(
-            f"baseline and candidate are not comparable: {'; '.join(sides_differ)}; {alike}: {remedy(sides_differ)}"
+            f"baseline and candidate are not comparable: {listed(sides_differ)}; {alike}: {remedy(sides_differ)}"
         )
     for ours, theirs, side in ((baseline, candidate, "candidate"), (candidate, baseline, "baseline")):
         seeds, plans = {unit.seed for unit in theirs}, {unit.plan_hash for unit in theirs}
@@ -198,29 +202,33 @@ def require_comparable(
 
 def _other_plan(count: int, units: Sequence[GateUnit], side: str) -> str:
     return (
-        f"plan: {count} plan(s) ({_seeds(units)}) have no run of the same plan in the {side}; "
+        f"plan: {count} plan(s) ({listed_seeds(_seeds(units))}) have no run of the same plan in the {side}; "
         "measure both sides with the same seeds, requests and traffic"
     )
 
 
-def _seeds(units: Sequence[GateUnit]) -> str:
-    seeds = sorted({unit.seed for unit in units})
+def _seeds(units: Sequence[GateUnit]) -> list[int]:
+    return sorted({unit.seed for unit in units})
+
+
+def listed_seeds(seeds: Sequence[int]) -> str:
+    """The first seeds in words."""
     return f"seed {', '.join(map(str, seeds[:5]))}{', ...' if len(seeds) > 5 else ''}"
 
 
-def left_out(baseline: Sequence[GateUnit], candidate: Sequence[GateUnit]) -> tuple[str, ...]:
-    """Notes about runs that are in no pair: of plans that only one side has, in excess of the other side's, INVALID."""
+def left_out(baseline: Sequence[GateUnit], candidate: Sequence[GateUnit]) -> tuple[Fact, ...]:
+    """Runs that are in no pair: of plans that only one side has, in excess of the other side's, INVALID."""
     notes = []
     for side, units, others in (("baseline", baseline, candidate), ("candidate", candidate, baseline)):
         theirs = _by_plan(others)
         lonely = [unit for unit in units if unit.plan_hash not in theirs]
         if lonely:
-            notes.append(f"{len(lonely)} run(s) of the {side} left out: the other side has no run of {_seeds(lonely)}")
-        more = sum(max(len(own) - len(theirs[plan]), 0) for plan, own in _by_plan(units).items() if plan in theirs)
-        if more:
-            notes.append(f"{more} run(s) of the {side} left out: the other side has fewer runs of the same plan")
+            notes.append(fact("runs_alone", runs=len(lonely), side=side, seeds=_seeds(lonely)))
+        surplus = sum(max(len(own) - len(theirs[plan]), 0) for plan, own in _by_plan(units).items() if plan in theirs)
+        if surplus:
+            notes.append(fact("runs_in_excess", runs=surplus, side=side))
         if tries := sum(unit.invalid_tries for unit in units):
-            notes.append(f"{tries} INVALID run(s) of the {side} left out: the same plan was measured again")
+            notes.append(fact("runs_invalid", runs=tries, side=side))
     return tuple(notes)
 
 
@@ -240,9 +248,9 @@ def without_copies(pairs: Sequence[Pair]) -> list[Pair]:
 def _by_plan(units: Sequence[GateUnit]) -> dict[str, list[GateUnit]]:
     plans: dict[str, list[GateUnit]] = {}
     for unit in sorted(units, key=lambda unit: (unit.seed, unit.anchor_unix_ns)):
-        held = plans.setdefault(unit.plan_hash, [])
-        if not (unit.virtual and held):
-            held.append(unit)
+        units_of_plan = plans.setdefault(unit.plan_hash, [])
+        if not (unit.virtual and units_of_plan):
+            units_of_plan.append(unit)
     return plans
 
 
@@ -251,18 +259,18 @@ def judge(
     rules: Rules = DEFAULT_RULES,
     *,
     with_detectable: bool = True,
-    further_notes: Sequence[str] = (),
+    further_notes: Sequence[Fact] = (),
 ) -> Verdict:
     """Judge paired units. Raises UsageError for invalid rules.
 
     ``further_notes`` precede those on the pairs. ``with_detectable`` False skips the least detectable effects, which do
     not influence the verdict. Pairs with a run of ``--repeats auto`` are judged by the sequential rules.
     """
-    _check(rules)
+    _check(rules, pairs)
     rules = replace(rules, sequential=rules.sequential or repeated_until_clear(pairs))
     losses, skipped = {}, {}
     drafted = [DRAFTS] if measured_somewhere(DRAFTS, pairs) else []
-    for figure in dict.fromkeys([*rules.gated, *FIGURES, *drafted]):
+    for figure in dict.fromkeys([*rules.gated, *FIGURES, *drafted, *figures_by_class(pairs)]):
         losses_or_why = paired_losses(figure, pairs)
         if isinstance(losses_or_why, str):
             skipped[figure] = losses_or_why
@@ -275,7 +283,23 @@ def judge(
     partial = [figure for figure in rules.gated if figure in skipped and _leaves_open(figure, pairs, rules)]
     cause = _order_cause(pairs, {figure: losses[figure] for figure in gated}, rules)
     outcome, reason = _conclude([entry for entry in judged if entry.gated], partial, len(pairs), rules, cause)
-    return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, (*further_notes, *_notes(pairs)), cause)
+    notes = (*further_notes, *_worse_classes(losses, rules), *_notes(pairs))
+    return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, notes, cause)
+
+
+def figures_by_class(pairs: Sequence[Pair]) -> list[str]:
+    """Figures that are shown of each class of requests."""
+    classes = classes_among(unit for pair in pairs for unit in (pair.baseline, pair.candidate))
+    return [f"{name}:{figure}" for name in classes for figure in OF_CLASSES]
+
+
+def _worse_classes(losses: Mapping[str, Sequence[float]], rules: Rules) -> tuple[Fact, ...]:
+    """A note on classes of requests that are worse by the gate's test, in figures that are not gated."""
+    watched = [figure for figure in losses if ":" in figure and figure not in rules.gated]
+    means = {figure: math.expm1(math.fsum(losses[figure]) / len(losses[figure])) for figure in watched}
+    tested = zip(watched, holm([_p(losses[figure], rules) for figure in watched]), strict=True)
+    worse = [figure for figure, p in tested if p <= rules.alpha and means[figure] >= rules.margin_of(figure)]
+    return (fact("worse_classes", losses={figure: means[figure] for figure in worse}),) if worse else ()
 
 
 def worse_by_gate(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES) -> dict[str, float]:
@@ -304,9 +328,13 @@ def _p(losses: Sequence[float], rules: Rules) -> float:
     return anytime_p(losses) if rules.sequential else sign_flip_p(losses)
 
 
-def _check(rules: Rules) -> None:
+def _check(rules: Rules, pairs: Sequence[Pair]) -> None:
+    classes = classes_among(unit for pair in pairs for unit in (pair.baseline, pair.candidate))
+    for name in (figure.rpartition(":")[0] for figure in rules.gated):
+        if name and name not in classes:
+            raise UnknownNameError("class of requests in these runs", name, classes)
     if unused := [figure for figure in rules.margin if figure not in rules.gated]:
-        names = ", ".join(name for name, figure in NAMES.items() if figure in unused)
+        names = ", ".join(map(name_of, unused))
         raise UsageError(f"--margin names {names}, not gated here; add --metric for each, or leave the margin out")
     for margin in (rules.default_margin, *rules.margin.values()):
         if not 0 < margin < 1:
@@ -324,20 +352,20 @@ def measured_somewhere(figure: str, pairs: Sequence[Pair]) -> bool:
 
 
 def paired_losses(figure: str, pairs: Sequence[Pair]) -> tuple[float, ...] | str:
-    """Log ratios, positive if the candidate is worse, or the reason why they cannot be computed."""
+    """Log ratios, positive if the candidate is worse, or the code of why they cannot be computed."""
     if (
-        figure == "request_goodput"
+        figure.endswith("request_goodput")
         and len({unit.slo for pair in pairs for unit in (pair.baseline, pair.candidate)}) > 1
     ):
-        return "the runs were given different limits"
+        return "limits_differ"
     losses = []
     for pair in pairs:
         before, after = pair.baseline.figures.get(figure), pair.candidate.figures.get(figure)
         if before is None or after is None:
-            return "no limits given (--goodput)" if figure == "request_goodput" else "too few samples in some run"
+            return "no_limits" if figure.endswith("request_goodput") else "too_few_samples"
         if before <= 0 or after <= 0:
-            return "zero in some run"
-        losses.append(math.log(before / after) if figure in HIGHER_IS_BETTER else math.log(after / before))
+            return "zero"
+        losses.append(math.log(before / after) if is_higher_better(figure) else math.log(after / before))
     return tuple(losses)
 
 
@@ -380,29 +408,25 @@ def _outcome(interval: PairedInterval, p_adjusted: float, margin: float, alpha: 
 
 
 def _conclude(
-    gated: Sequence[Judged], partial: Sequence[str], pairs: int, rules: Rules, cause: str
-) -> tuple[Outcome, str]:
+    gated: Sequence[Judged], partial: Sequence[str], pairs: int, rules: Rules, cause: Fact | None
+) -> tuple[Outcome, Fact]:
     """The verdict and its reason. ``cause``: what explains the spread of the pairs, if it is known."""
     if not gated:
-        return "inconclusive", "no gated figure is defined in every run"
+        return "inconclusive", fact("nothing_gated")
     needed = pairs_needed(rules, len(gated))
     if pairs < needed:
-        return "inconclusive", f"{pairs} pair(s) where the test needs {needed}; measure more"
+        return "inconclusive", fact("too_few_pairs", pairs=pairs, needed=needed)
     failed = [entry for entry in gated if entry.outcome == "fail"]
     if failed:
-        return "fail", "; ".join(f"{LABELS[entry.figure]} is {entry.loss:.1%} worse" for entry in failed)
+        return "fail", fact("worse", losses={entry.figure: entry.loss for entry in failed})
     open_ones = [entry for entry in gated if entry.outcome == "inconclusive"]
     if open_ones:
-        bounds = "; ".join(
-            f"{LABELS[entry.figure]} may be up to {entry.high:.1%} worse (margin {entry.margin:.1%})"
-            for entry in open_ones
-        )
-        return "inconclusive", f"{bounds}; {cause or _more(open_ones, rules)}"
+        bounds = {entry.figure: {"up_to": entry.high, "margin": entry.margin} for entry in open_ones}
+        why = {"enough_pairs": _enough_pairs(open_ones, rules)} if cause is None else {"cause": to_builtins(cause)}
+        return "inconclusive", fact("undecided", bounds=bounds, **why)
     if partial:
-        names = ", ".join(LABELS[figure] for figure in partial)
-        return "inconclusive", f"{names} cannot be judged, since some runs have no value or zero"
-    worst = max(entry.high for entry in gated)
-    return "pass", f"no gated figure is worse by more than {max(worst, 0.0):.1%} (95 % confidence)"
+        return "inconclusive", fact("not_in_every_run", figures=list(partial))
+    return "pass", fact("none_worse", at_most=max(*(entry.high for entry in gated), 0.0))
 
 
 def pairs_needed(rules: Rules, figures: int) -> int:
@@ -410,49 +434,39 @@ def pairs_needed(rules: Rules, figures: int) -> int:
     return max(rules.min_pairs, math.ceil(math.log2(figures / rules.alpha)))
 
 
-def _more(open_ones: Sequence[Judged], rules: Rules) -> str:
-    """Estimated number of pairs needed for a verdict if the sides are equal, from the observed spread."""
+def _enough_pairs(open_ones: Sequence[Judged], rules: Rules) -> int | None:
+    """Estimated number of pairs needed for a verdict if the sides are equal, from the observed spread; None: it is too
+    large for the margin."""
     counts = [
         pairs_to_pass(_spread(entry.losses), math.log1p(entry.margin), confidence=rules.confidence)
         for entry in open_ones
     ]
     known = [count for count in counts if count is not None]
     if len(known) < len(counts):
-        return "their spread is too large for this margin: measure longer runs or allow more with --margin"
-    least = max(*known, len(open_ones[0].losses) + 1)
-    return f"with this spread about {least} pairs show that equal sides are equal, or take longer runs"
+        return None
+    return max(*known, len(open_ones[0].losses) + 1)
 
 
-def _order_cause(pairs: Sequence[Pair], losses: Mapping[str, Sequence[float]], rules: Rules) -> str:
-    """Why the second run of a pair was better or worse than the first on either side; empty if it was not.
+def _order_cause(pairs: Sequence[Pair], losses: Mapping[str, Sequence[float]], rules: Rules) -> Fact | None:
+    """That the second run of a pair was better or worse than the first on either side; None if it was not.
 
     The sides must have taken turns to be first. Losses that follow the order more than the sides, and by more than the
     margin, are tested like a difference between the sides.
     """
     second = [1 if pair.candidate.anchor_unix_ns > pair.baseline.anchor_unix_ns else -1 for pair in pairs]
     if any(pair.baseline.virtual for pair in pairs) or len(set(second)) < 2:
-        return ""
-    better: list[str] = []
-    worse: list[str] = []
+        return None
+    better: dict[str, float] = {}
+    worse: dict[str, float] = {}
     for figure, values in losses.items():
         turned = [sign * value for sign, value in zip(second, values, strict=True)]
         mean = math.fsum(turned) / len(turned)
         follows = abs(mean) > max(abs(math.fsum(values) / len(values)), math.log1p(rules.margin_of(figure)))
         if follows and sign_flip_p([value * math.copysign(1.0, mean) for value in turned]) <= ORDER_P:
-            (better if mean < 0 else worse).append(
-                f"{LABELS[figure]} by {abs(math.expm1(mean)):.0%}".replace("%", " %")
-            )
+            (better if mean < 0 else worse)[figure] = abs(math.expm1(mean))
     if better:
-        return (
-            f"whichever side ran second in a pair was better ({', '.join(better)}): both runs of a pair send the same "
-            f"prompts, which a prefix cache that nothing emptied still holds; {EMPTY_CACHE}"
-        )
-    if worse:
-        return (
-            f"whichever side ran second in a pair was worse ({', '.join(worse)}): the machine or server slows down "
-            "within a pair (temperature, clocks, memory of the server); leave more time between runs, or restart it"
-        )
-    return ""
+        return fact("second_better", by=better)
+    return fact("second_worse", by=worse) if worse else None
 
 
 def _warm_server(pairs: Sequence[Pair]) -> str:
@@ -466,47 +480,42 @@ def _warm_server(pairs: Sequence[Pair]) -> str:
     return servers.pop() if len(servers) == len(orders) == 1 else ""
 
 
-def _notes(pairs: Sequence[Pair]) -> tuple[str, ...]:
+def _notes(pairs: Sequence[Pair]) -> tuple[Fact, ...]:
     notes = []
     policies = dict.fromkeys(unit.policy for pair in pairs for unit in (pair.baseline, pair.candidate))
     if len(policies) > 1:
-        notes.append(f"the sides differ in policy: {' against '.join(policies)}")
-    apart = [text for pair in pairs for text in differences(pair.baseline.environment, pair.candidate.environment)]
-    if apart:
-        notes.append(f"the sides differ, as allowed, in {'; '.join(dict.fromkeys(apart))}")
-    if drafts := drafts_apart(pairs):
+        notes.append(fact("policies_differ", policies=list(policies)))
+    differing = [
+        difference
+        for pair in pairs
+        for difference in differences(pair.baseline.environment, pair.candidate.environment)
+    ]
+    if differing:
         notes.append(
-            f"the candidate's decode steps yield {math.expm1(drafts):+.1%} tokens by what was accepted of drafts: as "
-            "much of a difference in tokens/s and TPOT is not the scheduler's"
+            fact("sides_differ", differences=[difference._asdict() for difference in dict.fromkeys(differing)])
         )
+    if drafts := drafts_apart(pairs):
+        notes.append(fact("drafts_apart", tokens_per_step=math.expm1(drafts)))
     if repeated_until_clear(pairs):
-        notes.append("these runs were repeated until it was clear (--repeats auto), so the test holds at every look")
+        notes.append(fact("repeated_until_clear"))
     if copies := sum(pair.copies for pair in pairs):
-        notes.append(f"{copies} {COPIES}")
+        notes.append(fact(COPIES, pairs=copies))
     real = [pair for pair in pairs if not pair.baseline.virtual]
     if real and not _interleaved(real):
-        notes.append(
-            "the two sides were not measured interleaved, so a drift of the machine counts as a difference; "
-            "use --pairs with --baseline-command and --candidate-command"
-        )
-    notes += _about_server(real)
-    return tuple(notes)
+        notes.append(fact("not_interleaved"))
+    return (*notes, *_about_server(real))
 
 
-def _about_server(pairs: Sequence[Pair]) -> list[str]:
+def _about_server(pairs: Sequence[Pair]) -> list[Fact]:
     """Why a server's figures are not of what was asked for; of its cache, what it means for the two sides."""
-    notes, codes = [], set(ABOUT_SERVER)
+    notes: list[Fact] = []
+    codes = set(ABOUT_SERVER)
     if server := _warm_server(pairs):
         codes.remove(WARM_CACHE)
         side = "candidate" if pairs[0].candidate.anchor_unix_ns > pairs[0].baseline.anchor_unix_ns else "baseline"
-        notes.append(
-            f"every run of the {side} sent prompts that {server} had met in the other side's run, and whose prefix "
-            f"cache nothing emptied and no figure shows: it may look faster for that; {EMPTY_CACHE}"
-        )
+        notes.append(fact("cache_warm_for_second", side=side, server=server))
     units = [unit for pair in pairs for unit in (pair.baseline, pair.candidate)]
-    return notes + told_once(
-        [[str(warning) for warning in unit.about_server if warning.code in codes] for unit in units], lambda _: ""
-    )
+    return notes + [warning for unit in units for warning in unit.about_server if warning.code in codes]
 
 
 def _interleaved(pairs: Sequence[Pair]) -> bool:

@@ -13,8 +13,9 @@ from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import measure
 from ebbench.calibration.measure import MeasuredCosts, ProbeGrid
 from ebbench.calibration.rounds import SteppedVllm, run_closed_loop
-from ebbench.devices.base import Device, start_up
-from ebbench.devices.capacity import kv_capacity_tokens, reserve_bytes
+from ebbench.config.declare import DEFAULT_VLLM
+from ebbench.devices.base import SINGLE, Device, start_up
+from ebbench.devices.capacity import kv_capacity_tokens, layout_with, reserve_bytes
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.gridcost import GridCost
 from ebbench.devices.profiles import FORMAT, DeviceProfile, find_model, measured_name
@@ -95,6 +96,8 @@ class SteppedRuns:
         """Measured throughput over all runs, and the simulator's prediction."""
         tokens = sum(pc.sum(self.plan.table[name]).as_py() for name in ("input_tokens", "output_tokens"))
         options = replace(grid.options, num_kv_blocks=self.vllm.kv_tokens // 16, async_scheduling=False)
+        if grid.drafts:  # which are all rejected here
+            options = replace(options, speculative=f"method=ngram,tokens={grid.drafts},acceptance=0")
         return Check(
             len(self.plan),
             tokens * len(self.seconds) / sum(self.seconds),
@@ -107,7 +110,7 @@ def predict(plan: Plan, device: Device, measured: MeasuredCosts, options: Engine
     """Tokens/s of the plan on the simulator with the measured step times."""
     if measured.calibration.grid is None:
         raise DataError("the calibration holds no grid to predict from")
-    cost = GridCost.measured(measured.calibration.grid, measured.request_s)
+    cost = GridCost.of(measured.calibration, measured.request_s)
     kv_tokens = (options.num_kv_blocks or 0) * options.block_size
     twin = replace(device, cost=cost, kv_capacity_tokens=kv_tokens, calibration=measured.calibration)
     return _tokens_per_s(SimEngine().run(plan, parse_policy("v1"), twin, options, None).uninterrupted())
@@ -136,7 +139,10 @@ def _tokens_per_s(result: EngineResult) -> float:
 def known_machine(name: str, memory_bytes: int, model: ModelGeometry) -> Device:
     """A machine whose step times are known, with the KV cache that vLLM would make of its memory."""
     profile = DeviceProfile(name, name, memory_bytes, 1.0, 1.0, "measured")
-    tokens = kv_capacity_tokens(profile, model, start_up(), max_num_seqs=_SEQS, max_num_batched_tokens=_TOKENS)
+    layout = layout_with(model, SINGLE, _TOKENS, DEFAULT_VLLM)
+    tokens = kv_capacity_tokens(
+        profile, model, start_up(), max_num_seqs=_SEQS, max_num_batched_tokens=_TOKENS, layout=layout
+    )
     return replace(unknown_device(name, model.name), kv_capacity_tokens=tokens)
 
 

@@ -29,6 +29,7 @@ from ebbench.engines.vllm_command import check_positions, check_servable, check_
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.render.documents import Console
 from ebbench.render.live import Work, shown
+from ebbench.spec.server import MOST_TOKENS, served_drafts
 
 STEADY = 1.1
 """Largest ratio of round times at which the machine's speed counts as constant."""
@@ -110,6 +111,7 @@ def _measure_vllm(
 ) -> Calibrated:
     """Calibrate a real vLLM on this machine."""
     check_vllm_options(vllm_options)
+    grid = replace(grid, drafts=_drafts_of(vllm_options))
     find_model(model)  # refused before minutes of measuring: the profile says what the model is
     check_servable(model, vllm_options)
     check_positions(model, grid.options.max_model_len)
@@ -128,12 +130,23 @@ def _measure_vllm(
     measured = fit(
         cost_grid(grid, probed.seconds),
         _source(model, target.name, "vllm with --enforce-eager" if vllm.eager else "vllm"),
-        grid.points,
+        grid.points if probed.undrafted is None else 2 * grid.points,
         request_s=probed.request_s,
         drift=probed.drift,
         start_s=start_s,
+        drafts=grid.drafts,
+        undrafted=None if probed.undrafted is None else cost_grid(grid, probed.undrafted),
     )
     return Calibrated(measured, target, runs.check(target, measured, grid) if runs else None)
+
+
+def _drafts_of(vllm_options: Sequence[str]) -> int:
+    """Tokens that a server with these arguments drafts per decode. Raises UsageError for an unknown number."""
+    config = served_drafts(vllm_options)
+    tokens = config.get("num_speculative_tokens", 0)
+    if not isinstance(tokens, int) or (config and not 1 <= tokens <= MOST_TOKENS):
+        raise UsageError(f'--speculative-config: give "num_speculative_tokens", from 1 to {MOST_TOKENS}, to calibrate')
+    return tokens
 
 
 def as_dict(done: Calibrated, profile: Path) -> dict[str, object]:
@@ -160,7 +173,8 @@ def lines(done: Calibrated, profile: Path) -> Iterator[str]:
     measured, check, cal = done.measured, done.check, done.measured.calibration
     yield f"{measured.steps} steps measured"
     yield f"prefill  {cal.alpha_p * 1e3:.3f} ms + {cal.beta_p * 1e6:.2f} µs per token   R2 {measured.prefill_r2:.4f}"
-    yield f"decode   {cal.alpha_d * 1e3:.3f} ms + {cal.beta_d * 1e6:.2f} µs per sequence   R2 {measured.decode_r2:.4f}"
+    counted = f"computed token, {cal.drafts} drafted per sequence" if cal.drafts else "sequence"
+    yield f"decode   {cal.alpha_d * 1e3:.3f} ms + {cal.beta_d * 1e6:.2f} µs per {counted}   R2 {measured.decode_r2:.4f}"
     if cal.mixed is None:
         yield "mixed    no polynomial with positive costs fits; policies use the measured grid"
     else:
@@ -176,6 +190,11 @@ def lines(done: Calibrated, profile: Path) -> Iterator[str]:
         yield (
             f"check    {check.requests} other requests: {check.measured_tokens_per_s:.0f} tokens/s measured{ends}, "
             f"{check.predicted_tokens_per_s:.0f} predicted ({check.error:+.1%})"
+        )
+    if cal.drafts and cal.undrafted is None:
+        yield (
+            "steps without drafts were not measured, which draft=adaptive needs: add "
+            f'"num_speculative_tokens_per_batch_size": [[1, 1, {cal.drafts}]] to --speculative-config'
         )
     costs = profile.with_name("calibration.json")
     yield f"wrote {profile}: simulate this machine with --device {profile}, serve on it with --calibration {costs}"

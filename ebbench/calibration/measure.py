@@ -9,7 +9,7 @@ slot is free. A real vLLM is stepped directly instead (:mod:`ebbench.calibration
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +30,7 @@ from ebbench.errors import DataError, InputFileError, UsageError
 from ebbench.foreign.documents import read_object
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import PLAN
+from ebbench.spec.commands import GridCommand
 from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration, CalibrationError, CostGrid, MixedCost
 from vllm_eb.policy import parse_policy
@@ -40,12 +41,13 @@ Key = tuple[int, int, int]  # prompt tokens, decoding sequences, context; 0 mean
 
 @dataclass(frozen=True)
 class ProbeGrid:
-    """The grid of step shapes to measure, with ``repeats`` steps per point."""
+    """The grid of step shapes to measure, with ``repeats`` steps per point. ``drafts``: drafted tokens per decode."""
 
     tokens: tuple[int, ...]
     seqs: tuple[int, ...]
     contexts: tuple[int, ...]
     repeats: int = 8
+    drafts: int = 0
 
     @property
     def points(self) -> int:
@@ -62,7 +64,7 @@ class ProbeGrid:
     @property
     def budget_tokens(self) -> int:
         """Largest number of tokens per step: the longest prompt with the largest batch."""
-        return self.tokens[-1] + self.seqs[-1] + 1
+        return self.tokens[-1] + self.seqs[-1] * (1 + self.drafts) + 1
 
     def filling_steps(self, seqs: int, context: int) -> int:
         """Steps until ``seqs`` prompts of ``context`` tokens are computed, with a reserve."""
@@ -106,13 +108,13 @@ SMALL = ("32,128,512", "1,8,32", "32,256")
 """Prompt tokens, sequences and KV tokens per decode that are measured on a GPU, and where vLLM runs on a CPU."""
 
 
-def parse_grid(engine: str, tokens: str | None, seqs: str | None, contexts: str | None) -> ProbeGrid:
+def parse_grid(engine: str, asked: GridCommand) -> ProbeGrid:
     """The grid of step times to measure. Defaults are few and small where vLLM runs on a CPU. Raises UsageError."""
     default = SMALL if engine == "vllm" and not machine.visible_gpus() else LARGE
     return ProbeGrid(
-        _sizes("--tokens", tokens or default[0]),
-        _sizes("--seqs", seqs or default[1]),
-        _sizes("--contexts", contexts or default[2]),
+        _sizes("--tokens", asked.tokens or default[0]),
+        _sizes("--seqs", asked.seqs or default[1]),
+        _sizes("--contexts", asked.contexts or default[2]),
     )
 
 
@@ -294,16 +296,28 @@ def _tuples(value: Any) -> Any:
 
 
 def fit(
-    grid: CostGrid, source: str, steps: int, *, request_s: float = 0.0, drift: float = 1.0, start_s: float = 0.0
+    grid: CostGrid,
+    source: str,
+    steps: int,
+    *,
+    request_s: float = 0.0,
+    drift: float = 1.0,
+    start_s: float = 0.0,
+    drafts: int = 0,
+    undrafted: CostGrid | None = None,
 ) -> MeasuredCosts:
-    """The linear controller model: alpha and beta of prefill, decode and mixed steps, beta_mb(r) over every point."""
+    """The linear controller model: alpha and beta of prefill, decode and mixed steps, beta_mb(r) over every point.
+
+    With ``drafts`` tokens per decode, costs of decodes are per computed token.
+    """
     alpha_p, beta_p, prefill_r2 = _line(grid.tokens, grid.prefill)
-    decode_points = [(n, t) for n, row in zip(grid.seqs, grid.decode, strict=True) for t in row]
+    computed = [n * (1 + drafts) for n in grid.seqs]
+    decode_points = [(n, t) for n, row in zip(computed, grid.decode, strict=True) for t in row]
     alpha_d, beta_d, decode_r2 = _line([n for n, _ in decode_points], [t for _, t in decode_points])
-    alpha_mb, mixed, mixed_r2 = _mixed(grid, alpha_p)
+    alpha_mb, mixed, mixed_r2 = _mixed(grid, computed, alpha_p)
     calibration = Calibration(
         alpha_p=alpha_p, beta_p=beta_p, alpha_d=alpha_d, beta_d=beta_d, mixed=mixed, alpha_mb=alpha_mb,
-        source=source, grid=grid,
+        source=source, grid=grid, undrafted=undrafted, drafts=drafts,
     )  # fmt: skip
     return MeasuredCosts(calibration, prefill_r2, decode_r2, mixed_r2, steps, request_s, drift, start_s)
 
@@ -314,13 +328,16 @@ def _line(x: Any, y: Any) -> tuple[float, float, float]:
     return alpha, beta, r_squared(y, [alpha + beta * v for v in x])
 
 
-def _mixed(grid: CostGrid, alpha_p: float) -> tuple[float | None, MixedCost | None, float | None]:
-    """Fits a mixed step of x prompt tokens and n decodes: alpha_mb + (x + n)(a + b r + c r^2), r = n / (x + n).
+def _mixed(
+    grid: CostGrid, computed: Sequence[int], alpha_p: float
+) -> tuple[float | None, MixedCost | None, float | None]:
+    """Fits a mixed step of x prompt tokens and n tokens of decodes (``computed``, by batch): alpha_mb + (x + n)(a +
+    b r + c r^2), r = n / (x + n).
 
     Least squares of relative errors, so that short steps weigh as much as long ones. If a cost becomes negative,
     alpha_mb is set to alpha_p (returned as None, the authors' default); if one still is, all results are None.
     """
-    shape = [(x + n, n / (x + n)) for x in grid.tokens for n in grid.seqs for _ in grid.contexts]
+    shape = [(x + n, n / (x + n)) for x in grid.tokens for n in computed for _ in grid.contexts]
     tokens, shares = np.array(shape).T
     times = np.array(grid.mixed).ravel()
     terms = np.stack([np.ones_like(tokens), tokens, tokens * shares, tokens * shares**2])
@@ -342,8 +359,8 @@ def r_squared(y: Any, fitted: Any) -> float:
     """Share of the variance explained; 1 if there is no variance."""
     values: npt.NDArray[np.float64] = np.asarray(y, float)
     total = float(((values - values.mean()) ** 2).sum())
-    left = float(((values - np.asarray(fitted, float)) ** 2).sum())
-    return 1.0 - left / total if total > 0 else 1.0
+    residual = float(((values - np.asarray(fitted, float)) ** 2).sum())
+    return 1.0 - residual / total if total > 0 else 1.0
 
 
 # --- steps that torch alone has timed ------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,8 @@ CPU_KV_GIB = "2"
 class SteppedVllm:
     """A vLLM engine that runs one step per call. ``clock`` returns seconds; a real GPU needs the wall clock.
 
-    ``eager``: without torch.compile and CUDA graphs, as vLLM's CPU build is measured.
+    ``eager``: without torch.compile and CUDA graphs, as vLLM's CPU build is measured. ``drafts``: tokens that every
+    decode verifies from now on, whatever the server's drafter proposes; None: what it proposes.
     """
 
     engine: Any
@@ -50,6 +51,7 @@ class SteppedVllm:
     kv_tokens: int
     clock: Callable[[], float] = time.perf_counter
     eager: bool = False
+    drafts: int | None = None
     _count: int = 0
 
     def add(self, prompt_tokens: int, output_tokens: int) -> str:
@@ -67,7 +69,14 @@ class SteppedVllm:
         start = self.clock()
         outputs = self.engine.step()
         seconds = self.clock() - start
+        self.draft(self.drafts)
         return seconds, [output.request_id for output in outputs if output.finished]
+
+    def draft(self, tokens: int | None) -> None:
+        """Let each decode verify so many drafts from the next step on; None: what the drafter proposes."""
+        self.drafts = tokens
+        if tokens is not None:
+            _set_drafts(self.engine.engine_core.engine_core.scheduler, tokens)
 
     def clear(self, names: Sequence[str]) -> None:
         """Abort all requests and run the step in which the engine removes them."""
@@ -79,6 +88,18 @@ class SteppedVllm:
     def settle_s(self) -> float:
         """Time (s) of a step without requests, in which the engine frees those that have just ended."""
         return self.step_s()[0]
+
+
+def _set_drafts(scheduler: Any, tokens: int) -> None:
+    """Let each decode of the next step verify so many drafts, and the drafter make as many where its number can vary.
+
+    The drafts are of a fixed token, so nearly all are rejected and contexts grow as without drafts.
+    """
+    for request in scheduler.running:
+        if request.num_output_tokens:
+            request.spec_token_ids = [FIRST_TOKEN] * tokens
+    if scheduler.dynamic_sd_lookup is not None:
+        scheduler.dynamic_sd_lookup = [tokens] * len(scheduler.dynamic_sd_lookup)
 
 
 def start(model: str, grid: ProbeGrid, vllm_options: Sequence[str] = ()) -> SteppedVllm:
@@ -158,11 +179,15 @@ SETTLING = 2  # decode steps skipped before the first measured one
 
 @dataclass(frozen=True)
 class Probed:
-    """Time (s) of every point; ``request_s`` per request; time of the slowest round over that of the fastest."""
+    """Time (s) of every point; ``request_s`` per request; time of the slowest round over that of the fastest.
+
+    ``undrafted``: the same of steps without drafts, where ``seconds`` are of steps with them and both were measured.
+    """
 
     seconds: Mapping[Key, float]
     request_s: float
     drift: float
+    undrafted: Mapping[Key, float] | None = None
 
 
 @dataclass
@@ -188,19 +213,41 @@ def measure_steps(
 
     ``reached`` is called before each probe with what is under way, the probes so far and all probes.
     """
-    reached("warm-up", 0, 0)
-    _warm_up(vllm, grid)
-    times, order = _Times(), random.Random(0)
-    probes = [partial(_prefill, vllm, times, x) for x in grid.tokens]
-    probes += [partial(_with_decodes, vllm, times, grid, order, n, c) for n in grid.seqs for c in grid.contexts]
-    for times.round in range(grid.repeats):
+    order, by_drafts = random.Random(0), {drafts: _Times() for drafts in _drafts(vllm, grid)}
+    probes: list[tuple[int | None, Callable[[], None]]] = []
+    for drafts, times in by_drafts.items():
+        reached("warm-up", 0, 0)
+        vllm.draft(drafts)
+        _warm_up(vllm, grid)
+        probes += [(drafts, partial(_prefill, vllm, times, x)) for x in grid.tokens]
+        decodes = [(n, c) for n in grid.seqs for c in grid.contexts]
+        probes += [(drafts, partial(_with_decodes, vllm, times, grid, order, n, c)) for n, c in decodes]
+    most = grid.drafts or None
+    for number in range(grid.repeats):
         order.shuffle(probes)
-        for place, probe in enumerate(probes):
-            reached("probes", times.round * len(probes) + place, grid.repeats * len(probes))
+        for place, (drafts, probe) in enumerate(probes):
+            reached("probes", number * len(probes) + place, grid.repeats * len(probes))
+            by_drafts[drafts].round = number
+            vllm.draft(drafts)
             probe()
+            vllm.draft(most)
             if pause is not None:
                 pause()
-    return summarise(times.steps, times.requests)
+    undrafted = by_drafts.get(0)
+    measured = summarise(by_drafts[most].steps, by_drafts[most].requests)
+    return (
+        measured
+        if undrafted is None
+        else replace(measured, undrafted=summarise(undrafted.steps, undrafted.requests).seconds)
+    )
+
+
+def _drafts(vllm: SteppedVllm, grid: ProbeGrid) -> tuple[int | None, ...]:
+    """The drafts per decode to measure: what the grid asks for, and none where the drafter can be switched off."""
+    if not grid.drafts:
+        return (None,)
+    switches = vllm.engine.engine_core.engine_core.scheduler.dynamic_sd_lookup is not None
+    return (grid.drafts, 0) if switches else (grid.drafts,)
 
 
 def summarise(steps: list[tuple[Key, int, float]], requests: list[float]) -> Probed:

@@ -9,32 +9,26 @@ from typing import Annotated
 
 import typer
 
-from ebbench.cli import completion
-from ebbench.cli.options import opt
-from ebbench.cli.run_settings import VllmOptions
 from ebbench.config.declare import DEFAULT_MODEL
-
-_GRID = "Grid of step times"
-
-Tokens = Annotated[str | None, opt("--tokens", help="Prompt tokens per step, e.g. 256,1024,4096.", panel=_GRID)]
-Seqs = Annotated[str | None, opt("--seqs", help="Decoding sequences per step, e.g. 16,128,512.", panel=_GRID)]
-Contexts = Annotated[str | None, opt("--contexts", help="KV tokens per decode, e.g. 128,1024.", panel=_GRID)]
+from ebbench.config.options import completing, grouped
+from ebbench.spec.commands import GridCommand
+from ebbench.spec.options import VllmOptions
 
 
+@grouped
 def calibrate(
+    *,
     model: Annotated[
         str,
         typer.Option(
-            "--model", "-m", help="A model name, a folder or a config.json.", autocompletion=completion.models
+            "--model", "-m", help="A model name, a folder or a config.json.", autocompletion=completing("models")
         ),
     ] = DEFAULT_MODEL,
     engine: Annotated[str, typer.Option(help="What to measure: sim, emulated or vllm.")] = "vllm",
     device: Annotated[
         str | None, typer.Option(help="sim, emulated: the device. vllm: a name for this machine.")
     ] = None,
-    tokens: Tokens = None,
-    seqs: Seqs = None,
-    contexts: Contexts = None,
+    sizes: GridCommand,
     repeats: Annotated[int, typer.Option(min=2, max=10_000, help="Rounds; each measures every point once.")] = 8,
     steps: Annotated[
         Path | None, typer.Option(help="Fit step times that `borrowed.py steps` measured, in place of measuring.")
@@ -54,7 +48,7 @@ def calibrate(
     from ebbench.calibration.measure import parse_grid
     from ebbench.render.documents import Console
 
-    grid = replace(parse_grid(engine, tokens, seqs, contexts), repeats=repeats)
+    grid = replace(parse_grid(engine, sizes), repeats=repeats)
     refuse_existing(output_dir / "profile.toml")
     if steps is not None:
         done = of_steps(steps, model, device)

@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from ebbench.cli.options import grouped, opt
-from ebbench.cli.run_settings import (
-    RunsCommand,
-    RunSettings,
-    VllmOptions,
-    WorkloadArgument,
-)
 from ebbench.config.declare import OUTPUT
-from ebbench.spec.run import DEFAULTS, SET_BY_SEARCH, SearchCommand
+from ebbench.config.options import grouped, under
+from ebbench.spec.commands import DEFAULTS, SET_BY_SEARCH, SearchCommand
+from ebbench.spec.options import RunsCommand, RunSettings, VllmOptions, WorkloadArgument
 
-
-@dataclass(frozen=True)
-class OutputFlags:
-    """In which form results are shown."""
-
-    plot: Annotated[
-        Path | None, opt("--plot", help="Write the latency-load curves to this .svg, .png or .pdf.", panel=OUTPUT)
-    ] = None
-    as_json: Annotated[bool, opt("--json", help="One JSON list on stdout, nothing else.", panel=OUTPUT)] = False
-    quiet: Annotated[bool, opt("--quiet", "-q", help="No progress.", panel=OUTPUT)] = False
+output = under(OUTPUT)
 
 
 @grouped
 def capacity(
-    context: typer.Context,
     workload: WorkloadArgument,
     settings: Annotated[dict[str, Any], RunSettings(DEFAULTS, but=SET_BY_SEARCH, also=SearchCommand)],
-    output: OutputFlags,
+    plot: Annotated[Path | None, output(help="Write the latency-load curves to this .svg, .png or .pdf.")] = None,
+    as_json: Annotated[bool, output("--json", help="One JSON list on stdout, nothing else.")] = False,
+    quiet: Annotated[bool, output("--quiet", "-q", help="No progress.")] = False,
     vllm_options: VllmOptions = None,
 ) -> None:
     """Find the highest load at which requests meet their latency limits, per policy, with a 95 % interval.
@@ -50,7 +34,7 @@ def capacity(
     given = settings | ({"vllm_options": vllm_options} if vllm_options else {})
     asked = asked_for(workload, given, SEARCH_FILE)
     directory = None if asked.get("output_dir") is None else Path(asked["output_dir"])
-    search_all(capacity_search(asked), CapacityOutput(directory, output.plot, output.as_json, output.quiet))
+    search_all(capacity_search(asked), CapacityOutput(directory, plot, as_json, quiet))
 
 
 capacity.command_class = RunsCommand  # type: ignore[attr-defined]

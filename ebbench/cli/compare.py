@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from ebbench.cli.options import RUNS, Format, check_format, runs_meant
+from ebbench.config.options import Format, check_format
+from ebbench.runs.stored import RUNS, runs_meant
 
 
 def compare(

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbench.cli import completion
-from ebbench.cli.options import Command
-from ebbench.cli.run_settings import Tp, setting
 from ebbench.config.declare import DEFAULT_MODEL
+from ebbench.config.options import completing
+from ebbench.process.command_line import Command
+from ebbench.spec.options import Tp, setting
 
 if TYPE_CHECKING:
     from ebbench.devices.describe import DeviceFacts
@@ -48,11 +48,11 @@ def show(
     name: Annotated[
         str,
         typer.Argument(
-            help="A device: rtx-pro-6000, h200, ..., or a profile in TOML.", autocompletion=completion.devices
+            help="A device: rtx-pro-6000, h200, ..., or a profile in TOML.", autocompletion=completing("devices")
         ),
     ],
     model: Annotated[
-        str, typer.Option("--model", "-m", help="A model name or a config.json.", autocompletion=completion.models)
+        str, typer.Option("--model", "-m", help="A model name or a config.json.", autocompletion=completing("models"))
     ] = DEFAULT_MODEL,
     assume_decoder: Annotated[bool, setting("assume_decoder")] = False,
     assume_kernels: Annotated[bool, setting("assume_kernels")] = False,

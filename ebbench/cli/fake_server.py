@@ -2,50 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ebbench.cli.options import grouped
-
-
-@dataclass(frozen=True)
-class ServedFlags:
-    """What the server answers, and when; the fields of :class:`ebbench.fakeserver.config.FakeConfig`."""
-
-    port: Annotated[int, typer.Option("--port", help="TCP port on 127.0.0.1; 0 takes a free one.")] = 8000
-    ttft_ms: Annotated[float, typer.Option("--ttft-ms", help="Time to the first token.")] = 20.0
-    itl_ms: Annotated[float, typer.Option("--itl-ms", help="Time between tokens.")] = 10.0
-    max_model_len: Annotated[int, typer.Option("--max-model-len", help="Longest prompt plus output, tokens.")] = (
-        1_000_000
-    )
-    default_tokens: Annotated[
-        int, typer.Option("--default-tokens", help="Output tokens of requests that set no length.")
-    ] = 16
-    ssl_certfile: Annotated[str | None, typer.Option("--ssl-certfile", help="Serve https with this PEM file.")] = None
-    ssl_keyfile: Annotated[str | None, typer.Option("--ssl-keyfile", help="Its key, if not in the same file.")] = None
-    thinking_tokens: Annotated[
-        int, typer.Option("--thinking-tokens", help="Thinking tokens that a chat response begins with.")
-    ] = 0
-    thinking_field: Annotated[
-        str, typer.Option("--thinking-field", help="Field of the deltas: reasoning, or the older reasoning_content.")
-    ] = "reasoning"
-    max_running: Annotated[
-        int | None,
-        typer.Option("--max-running", help="Responses at a time; further requests wait. Default: all."),
-    ] = None
-    keep_ledger: Annotated[bool, typer.Option(help="Keep the ledger; without it memory stays constant.")] = True
+from ebbench.config.options import OptionsOf, grouped
+from ebbench.fakeserver.config import FakeConfig
 
 
 @grouped
 def fake_server(
-    served: ServedFlags,
-    model: Annotated[
-        list[str] | None,
-        typer.Option("--model", help="Name of the model served; may be repeated. Default: fake-model."),
-    ] = None,
+    config: Annotated[FakeConfig, OptionsOf({"port": 8000})],
     fault: Annotated[
         list[str] | None,
         typer.Option("--fault", help="KIND[:key=value,...]; may be repeated. `--fault list` shows all."),
@@ -63,7 +32,7 @@ def fake_server(
     ebbench fake-server --port 8000 --ttft-ms 50 --itl-ms 20 --fault reset:every=10,after=5
     """
     from ebbench.errors import UsageError
-    from ebbench.fakeserver.config import FakeConfig, parse_fault
+    from ebbench.fakeserver.config import parse_fault
     from ebbench.fakeserver.server import run
 
     if fault == ["list"]:
@@ -74,11 +43,9 @@ def fake_server(
         raise UsageError(f"--ledger {ledger} {why}; give another path")
     from ebbench.records import files
 
-    first, *further = model or ["fake-model"]
-    faults = tuple(parse_fault(text) for text in fault or ())
-    config = FakeConfig(**vars(served), model=first, further_models=tuple(further), faults=faults)
+    served = replace(config, faults=tuple(parse_fault(text) for text in fault or ()))
     scheme = "http" if served.ssl_certfile is None else "https"
-    kept = run(config, lambda bound: typer.echo(f"{scheme}://127.0.0.1:{bound} is ready; Ctrl-C ends it", err=True))
+    kept = run(served, lambda bound: typer.echo(f"{scheme}://127.0.0.1:{bound} is ready; Ctrl-C ends it", err=True))
     if ledger is not None:
         files.write_bytes(kept.encode(), ledger)
     counts = f"{kept.received} requests, {kept.completed} complete answers, {kept.sent_tokens} tokens"

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbench.cli.options import runs_meant, under
+from ebbench.config.options import under
 from ebbench.errors import DataError, RunError, UsageError
+from ebbench.runs.stored import runs_meant
 
 if TYPE_CHECKING:
     from ebbench.analysis.verdict import Rules, Verdict
@@ -106,7 +107,8 @@ def _judged(sides: GateSides, wanted: PairsWanted, files: VerdictFiles, messages
     if as_json:
         sys.stdout.write(json.dumps(verdicts.to_json(verdict), indent=2, allow_nan=False) + "\n")
     else:
-        Console(highlight=False).print(verdicts.console(verdict))
+        console = Console(highlight=False)
+        console.print(verdicts.console(verdict, console.width))
     files.write(verdict)
     return verdict
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbench.cli import completion
-from ebbench.cli.options import refuse_unused
-from ebbench.cli.run_settings import setting
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
+from ebbench.config.options import completing, refuse_unused
+from ebbench.spec.options import setting
 
 if TYPE_CHECKING:
     from ebbench.hazard import Hazard
@@ -36,10 +35,11 @@ def hazard(
     output_len: Annotated[int | None, setting("output_len")] = None,
     length_distribution: Annotated[str | None, setting("length_distribution")] = None,
     device: Annotated[
-        str, typer.Option("--device", help="Device whose costs give the threshold.", autocompletion=completion.devices)
+        str,
+        typer.Option("--device", help="Device whose costs give the threshold.", autocompletion=completing("devices")),
     ] = DEFAULT_DEVICE,
     model: Annotated[
-        str, typer.Option("--model", help="Model whose costs give the threshold.", autocompletion=completion.models)
+        str, typer.Option("--model", help="Model whose costs give the threshold.", autocompletion=completing("models"))
     ] = DEFAULT_MODEL,
     max_num_seqs: Annotated[int, setting("max_num_seqs")] = 1024,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw to FILE.pdf, .svg or .png.")] = None,
@@ -93,7 +93,8 @@ def _table(experiment: str) -> PaperTable:
 
 
 def _experiment(table: PaperTable, runs: Path, num_prompts: int | None, *, run: bool) -> None:
-    from ebbench.papers.table import PaperOptions, make_runs
+    from ebbench.papers.options import PaperOptions
+    from ebbench.papers.table import make_runs
     from ebbench.render.documents import rendered
     from ebbench.runs.store import RunStore
 

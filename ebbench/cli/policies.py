@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ebbench.cli import completion
-from ebbench.cli.options import Command
+from ebbench.config.options import completing
+from ebbench.process.command_line import Command
 from vllm_eb.policy import PolicySpec, descriptions, example, parse_policy, settings_in_effect, settings_of
 from vllm_eb.settings import text_of
 
@@ -40,7 +40,7 @@ def show_policy(
     name: Annotated[
         str,
         typer.Argument(
-            help="A policy, with settings or without: ebplus:margin=1e-5", autocompletion=completion.policies
+            help="A policy, with settings or without: ebplus:margin=1e-5", autocompletion=completing("policies")
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,

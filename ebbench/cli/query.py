@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ebbench.cli.options import RunRoots
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.runs.stored import RunRoots
 
 FORMATS = ("table", "csv", "json", "parquet")
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ebbench.cli.options import RunPaths
+from ebbench.runs.stored import RunPaths
 
 
 def recover(

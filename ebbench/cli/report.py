@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbench.cli.options import AllPercentiles, GoodputCommand, RunPaths
-from ebbench.errors import DataError, EbbenchError, UnknownNameError, UsageError
+from ebbench.config.options import AllPercentiles
+from ebbench.errors import DataError, UsageError
+from ebbench.process.command_line import GoodputCommand
+from ebbench.runs.stored import RunPaths
 
 if TYPE_CHECKING:
     from ebbench.analysis.metrics import Slo
     from ebbench.records.run import Run
-    from ebbench.report.page_tables import SearchSection, Table
+    from ebbench.report.page_tables import SearchSection
 
 
 def report(
@@ -41,6 +43,7 @@ def report(
     With --export, as files other tools read: llm-d benchmark reports, vLLM's result JSON, CSV for Apache Otava.
     """
     from ebbench.analysis.metrics import parse_slo
+    from ebbench.export import export as written
     from ebbench.records.run import Run, find_runs
     from ebbench.report.page_tables import search_sections, shown_runs
 
@@ -57,7 +60,8 @@ def report(
     if export:
         if html:
             raise UsageError("give either --html or --export")
-        _export(export, loaded, output or Path("exports"))
+        for path in written(export, loaded, output or Path("exports")):
+            typer.echo(f"wrote {path}", err=True)
         return
     target = output or Path("report.html")
     if target.is_dir():
@@ -89,45 +93,14 @@ def _watch(runs: Sequence[Path], port: int, title: str, slo: Slo | None, *, all_
 def _page(runs: Sequence[Run], target: Path, title: str, slo: Slo | None, *, all_percentiles: bool,
           searches: Sequence[SearchSection] = ()) -> None:  # fmt: skip
     from ebbench.report import page
+    from ebbench.report.comparison import paired_tables
     from ebbench.report.page_data import report_page
 
-    extra, notes = _paired(runs)
+    extra, notes = paired_tables(runs)
     shown_page = report_page(runs, title=title, slo=slo, extra=extra, notes=notes, all_percentiles=all_percentiles,
                     searches=searches)  # fmt: skip
     page.write(shown_page, target)
     typer.echo(f"wrote {target} ({target.stat().st_size / 1e6:.1f} MB, {len(runs)} run(s))", err=True)
-
-
-def _paired(runs: Sequence[Run]) -> tuple[list[Table], list[str]]:
-    """The paired comparison, where there is one; why not, where runs of several policies do not compare."""
-    from ebbench.analysis import paired as compare_paired
-    from ebbench.analysis.units import GateUnit, gate_units
-    from ebbench.report.comparison import left_out, tables
-
-    if len({run.manifest.policy for run in runs}) < 2:
-        return [], []
-    try:
-        groups: dict[str, list[GateUnit]] = {}
-        for unit in gate_units(runs):
-            groups.setdefault(unit.policy, []).append(unit)
-        compared = compare_paired.compare_cases(groups)
-    except DataError as error:
-        return [], [f"These runs are not comparable: {error}"]
-    except EbbenchError as error:
-        return [], [f"Left out, the paired comparison: {error}"]
-    return tables(compared), left_out(compared)
-
-
-def _export(kinds: Sequence[str], runs: Sequence[Run], directory: Path) -> None:
-    from ebbench.export import EXPORTS
-    from ebbench.export import export as write
-
-    for kind in kinds:
-        if kind not in EXPORTS:
-            raise UnknownNameError("export", kind, EXPORTS)
-    for kind in kinds:
-        for path in write(kind, runs, directory):
-            typer.echo(f"wrote {path}", err=True)
 
 
 report.command_class = GoodputCommand  # type: ignore[attr-defined]

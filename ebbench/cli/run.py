@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
-import typer
-
-from ebbench.cli.options import ALL_PERCENTILES, grouped, opt
-from ebbench.cli.run_settings import RunsCommand, RunSettings, VllmOptions, WorkloadArgument
 from ebbench.config.declare import OUTPUT
-from ebbench.spec.run import DEFAULTS, RunCommand
+from ebbench.config.options import ALL_PERCENTILES, grouped, under
+from ebbench.spec.commands import DEFAULTS, RunCommand
+from ebbench.spec.options import RunsCommand, RunSettings, VllmOptions, WorkloadArgument
 
-
-@dataclass(frozen=True)
-class RunOutput:
-    """In which form results are shown."""
-
-    all_percentiles: Annotated[bool, opt("--all-percentiles", help=ALL_PERCENTILES, panel=OUTPUT)] = False
-    as_json: Annotated[bool, opt("--json", help="One JSON list on stdout, nothing else.", panel=OUTPUT)] = False
-    quiet: Annotated[bool, opt("--quiet", "-q", help="No progress.", panel=OUTPUT)] = False
-    dry_run: Annotated[
-        bool,
-        opt("--dry-run", help="Run nothing: print all settings as a file for `ebbench run FILE.toml`.", panel=OUTPUT),
-    ] = False
+output = under(OUTPUT)
+_DRY_RUN = "Run nothing: print all settings as a file for `ebbench run FILE.toml`."
 
 
 @grouped
 def run(
-    context: typer.Context,
     workload: WorkloadArgument,
     settings: Annotated[dict[str, Any], RunSettings(DEFAULTS, also=RunCommand)],
-    output: RunOutput,
+    all_percentiles: Annotated[bool, output("--all-percentiles", help=ALL_PERCENTILES)] = False,
+    as_json: Annotated[bool, output("--json", help="One JSON list on stdout, nothing else.")] = False,
+    quiet: Annotated[bool, output("--quiet", "-q", help="No progress.")] = False,
+    dry: Annotated[bool, output("--dry-run", help=_DRY_RUN)] = False,
     vllm_options: VllmOptions = None,
 ) -> None:
     """Run a workload under one or more scheduling policies and show which is best, by how much and why.
@@ -48,8 +38,8 @@ def run(
 
     asked = asked_for(workload, settings | ({"vllm_options": vllm_options} if vllm_options else {}))
     series, stored = series_and_output(asked)
-    destination = replace(stored, all_percentiles=output.all_percentiles, as_json=output.as_json, quiet=output.quiet)
-    if output.dry_run:
+    destination = replace(stored, all_percentiles=all_percentiles, as_json=as_json, quiet=quiet)
+    if dry:
         dry_run(series, destination, {name: asked[name] for name in FURTHER if name in asked})
     else:
         run_policies(series, destination)

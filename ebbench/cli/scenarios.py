@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ebbench.cli import completion
-from ebbench.cli.options import Command
-from ebbench.cli.run_settings import setting
+from ebbench.config.options import completing
+from ebbench.process.command_line import Command
+from ebbench.spec.options import setting
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,7 +43,7 @@ def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
 @app.command("show", cls=Command)
 def show(
     name: Annotated[
-        str, typer.Argument(help="A scenario or the path of a TOML file.", autocompletion=completion.scenarios)
+        str, typer.Argument(help="A scenario or the path of a TOML file.", autocompletion=completing("scenarios"))
     ],
     request_rate: Annotated[
         float | None, typer.Option("--request-rate", help="Sessions/s; shows the arrivals of an open loop.")

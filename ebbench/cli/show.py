@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbench.cli.options import AllPercentiles, Format, GoodputCommand, RunPaths, check_format
+from ebbench.config.options import AllPercentiles, Format, check_format
+from ebbench.process.command_line import GoodputCommand
+from ebbench.runs.stored import RunPaths
 from ebbench.untrusted import visible
 
 if TYPE_CHECKING:
     from ebbench.analysis.metrics import Slo
     from ebbench.errors import DataError
-    from ebbench.records.run import Run
 
 
 def show(
@@ -43,12 +44,13 @@ def show(
     """
     from ebbench.analysis.metrics import parse_slo
     from ebbench.analysis.summary import summarise
+    from ebbench.report.listing import MANY, load_shown, print_head
 
     check_format(style, as_json=as_json)
     slo = parse_slo(goodput) if goodput else None
     if tools is not None:
         return _finish(_show_as(runs, tools, slo, style, as_json=as_json))
-    loaded, damaged = _load(runs)
+    loaded, damaged = load_shown(runs)
     if as_json:
         figures = [summarise(run, slo).to_dict(all_percentiles=all_percentiles) for run in loaded]
         sys.stdout.write(json.dumps(figures, indent=2, allow_nan=False) + "\n")
@@ -59,7 +61,7 @@ def show(
 
     cases = cases_of_results([result_of(run, slo) for run in loaded])
     if style == "table":
-        _begin(runs, several=len(cases) > 1 and len(loaded) >= MANY)
+        print_head(runs, several=len(cases) > 1 and len(loaded) >= MANY)
         report.print_report(Console(highlight=False), cases, all_percentiles=all_percentiles)
     else:
         sys.stdout.write(rendered(report.document(cases, all_percentiles=all_percentiles), style))
@@ -71,55 +73,16 @@ def _show_as(paths: list[Path], tools: str, slo: Slo | None, style: str, *, as_j
     from ebbench.analysis.other_tools import chosen_tools, read_as
     from ebbench.render import other_tools
     from ebbench.render.documents import rendered
+    from ebbench.report.listing import load_shown
 
     chosen = chosen_tools(tools)
-    loaded, damaged = _load(paths)
+    loaded, damaged = load_shown(paths)
     compared = [read_as(run, chosen, slo) for run in loaded]
     if as_json:
         sys.stdout.write(json.dumps([reading.to_dict() for reading in compared], indent=2, allow_nan=False) + "\n")
     else:
         sys.stdout.write(rendered(other_tools.document(compared), style))
     return damaged
-
-
-MANY = 4
-"""Unlike runs from which on a list of them comes first."""
-
-
-def _begin(paths: list[Path], *, several: bool) -> None:
-    """Print a list of many unlike runs, and which searches are left out below these directories."""
-    from ebbench.report.listing import print_list
-    from ebbench.runs.stored import listed
-
-    listing = listed([path for path in paths if path.is_dir()])
-    if several:
-        print_list(listing, paths)
-        typer.echo()
-    searches = [run for run in listing.runs if run.kind == "search" and run.path not in paths]
-    if searches:
-        probes = sum(run.probes for run in searches)
-        left_out = f"{len(searches)} capacity search(es) with {probes} probes are left out"
-        typer.echo(f"{left_out}: show their directories, such as {searches[0].path}, for their answers", err=True)
-
-
-def _load(paths: list[Path]) -> tuple[list[Run], list[DataError]]:
-    """The complete runs, and the errors of the others. Raises DataError if none is complete."""
-    from ebbench.errors import DataError
-    from ebbench.records.run import Run, find_runs
-    from ebbench.report.page_tables import shown_runs
-
-    loaded, damaged = [], []
-    directories = [path for given in paths for path in shown_runs(given) or find_runs([given])]
-    if not directories:
-        raise DataError(f"{paths[0]}: no run besides the probes of capacity searches; give the directory of a search")
-    for path in directories:
-        try:
-            loaded.append(Run.load(path))
-        except DataError as error:
-            damaged.append(error)
-    if damaged and not loaded:
-        raise damaged[0]
-    return loaded, damaged
 
 
 def _finish(damaged: list[DataError]) -> None:

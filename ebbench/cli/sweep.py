@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ebbench.cli.options import grouped
-from ebbench.cli.run_settings import RunSettings
+from ebbench.config.options import grouped
 from ebbench.errors import UsageError
+from ebbench.spec.options import RunSettings
 from ebbench.spec.run import OF_LABELS
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbench.cli.options import Command
+from ebbench.process.command_line import Command
 
 if TYPE_CHECKING:
     from ebbench.advice.formulas import Value

@@ -3,121 +3,53 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from ebbench.config.declare import OUTPUT
+from ebbench.config.options import grouped, under
+from ebbench.process.command_line import Command
+from ebbench.spec.commands import EFFORT, ValidationCommand
+from ebbench.spec.options import RunSettings, VllmOptions
+from ebbench.spec.run import OF_LABELS
 
-from ebbench.cli import completion
-from ebbench.cli.calibrate import Contexts, Seqs, Tokens
-from ebbench.cli.options import Command, grouped, opt
-from ebbench.cli.run_settings import RunSettings, VllmOptions
-from ebbench.spec.run import OF_LABELS, Labels
-
-_WHAT, _HOW, _OUTPUT = "What is validated", "How much is measured", "Output"
-MAX_TIME_S = 1200.0
-
-
-@dataclass(frozen=True)
-class WhatFlags:
-    """Model, policies, engine."""
-
-    model: Annotated[
-        str,
-        opt(
-            "--model",
-            "-m",
-            help="Name, folder or its config.json. Without weights random ones are used: step times are the same.",
-            panel=_WHAT,
-            complete=completion.models,
-        ),
-    ]
-    policy: Annotated[
-        list[str] | None,
-        opt(
-            "--policy",
-            "-p",
-            help="A policy; repeat. Gains are relative to the first. Default: v1 eb ebplus marginal.",
-            panel=_WHAT,
-            complete=completion.policies,
-        ),
-    ] = None
-    engine: Annotated[
-        str, opt("--engine", help="vllm; or sim or emulated with --device, as a rehearsal.", panel=_WHAT)
-    ] = "vllm"
-    device: Annotated[
-        str | None,
-        opt(
-            "--device",
-            help="The simulated device, with --engine sim or emulated.",
-            panel=_WHAT,
-            complete=completion.devices,
-        ),
-    ] = None
-    api_server: Annotated[
-        str | None,
-        opt(
-            "--api-server",
-            help="vLLM's API server in the predictions: datacenter (default), FILE.toml or off. With --engine vllm.",
-            panel=_WHAT,
-            complete=completion.api_servers,
-        ),
-    ] = None
-
-
-@dataclass(frozen=True)
-class HowFlags:
-    """Loads, lengths, rounds and time."""
-
-    loads: Annotated[
-        str | None, opt("--loads", help="Open requests, e.g. 64,256. Default: derived from --seqs.", panel=_HOW)
-    ] = None
-    rounds: Annotated[
-        int,
-        opt(
-            "--rounds",
-            help="Number of times each run is measured; fewer if time is short. More in a later call add to it.",
-            panel=_HOW,
-        ),
-    ] = 3
-    input_len: Annotated[int | None, opt("--input-len", help="Mean prompt tokens.", panel=_HOW)] = None
-    output_len: Annotated[int | None, opt("--output-len", help="Mean output tokens.", panel=_HOW)] = None
-    tokens: Tokens = None
-    seqs: Seqs = None
-    contexts: Contexts = None
-    max_time: Annotated[
-        float, opt("--max-time", help="Most seconds for this call; the same command continues later.", panel=_HOW)
-    ] = MAX_TIME_S
-    run_time: Annotated[float, opt("--run-time", help="Most seconds per run, approximately.", panel=_HOW)] = 40.0
-    lag_limit_ms: Annotated[
-        float | None,
-        opt(
-            "--lag-limit-ms",
-            help="Largest p99 lag of the client; above it a run is INVALID. See `ebbench run`.",
-            panel=_HOW,
-        ),
-    ] = None
-    seed: Annotated[int, opt("--seed", help="Seed of the first round's requests.", panel=_HOW)] = 0
-
-
-@dataclass(frozen=True)
-class ValidationOutputFlags:
-    """Where results go, and in which form."""
-
-    output: Annotated[
-        Path, opt("--output", "-o", help="Directory of the results; an existing validation continues.", panel=_OUTPUT)
-    ] = Path("validation")
-    as_json: Annotated[bool, opt("--json", help="One JSON document on stdout, nothing else.", panel=_OUTPUT)] = False
-    quiet: Annotated[bool, opt("--quiet", "-q", help="No progress.", panel=_OUTPUT)] = False
+_WHAT = RunSettings(
+    {"model": MISSING, "engine": "vllm", "api_server": None},
+    only=("model", "policy", "engine", "device", "api_server"),
+    panel="What is validated",
+    helps={
+        "model": "Name, folder or its config.json. Without weights random ones are used: step times are the same.",
+        "policy": "A policy; repeat. Gains are relative to the first. Default: v1 eb ebplus marginal.",
+        "engine": "vllm; or sim or emulated with --device, as a rehearsal.",
+        "device": "The simulated device, with --engine sim or emulated.",
+        "api_server": "vLLM's API server in the predictions: datacenter (default), FILE.toml or off. "
+        "With --engine vllm.",
+    },
+    completes={"api_server": "api_servers"},
+)
+_HOW = RunSettings(
+    only=("loads", "rounds", "input_len", "output_len", "max_time", "run_time", "lag_limit_ms", "seed"),
+    also=ValidationCommand,
+    panel=EFFORT,
+    helps={
+        "lag_limit_ms": "Largest p99 lag of the client; above it a run is INVALID. See `ebbench run`.",
+        "seed": "Seed of the first round's requests.",
+    },
+)
+output = under(OUTPUT)
 
 
 @grouped
 def validate(
-    context: typer.Context,
-    what: WhatFlags,
-    how: HowFlags,
-    output: ValidationOutputFlags,
+    *,
+    what: Annotated[dict[str, Any], _WHAT],
+    how: Annotated[dict[str, Any], _HOW],
+    folder: Annotated[
+        Path, output("--output", "-o", help="Directory of the results; an existing validation continues.")
+    ] = Path("validation"),
+    as_json: Annotated[bool, output("--json", help="One JSON document on stdout, nothing else.")] = False,
+    quiet: Annotated[bool, output("--quiet", "-q", help="No progress.")] = False,
     labels: Annotated[dict[str, Any], RunSettings(only=OF_LABELS)],
     vllm_options: VllmOptions = None,
 ) -> None:
@@ -130,9 +62,9 @@ def validate(
     from ebbench.validation.command import run_validation
     from ebbench.validation.question import validation_question
 
-    asked = {**vars(what), **vars(how)}
-    question = validation_question(**asked, vllm_options=tuple(vllm_options or ()), labels=Labels(**labels))
-    word = run_validation(question, output.output, how.max_time, as_json=output.as_json, quiet=output.quiet)
+    asked = {**what, **how, **labels, "vllm_options": vllm_options}
+    max_time_s = how.get("max_time", ValidationCommand.max_time)
+    word = run_validation(validation_question(asked), folder, max_time_s, as_json=as_json, quiet=quiet)
     sys.exit(5 if word == "undecided" else 0)
 
 

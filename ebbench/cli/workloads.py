@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from ebbench.cli import completion
-from ebbench.cli.options import Command
-from ebbench.cli.run_settings import setting
+from ebbench.config.options import completing
+from ebbench.process.command_line import Command
+from ebbench.spec.options import setting
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -50,7 +50,7 @@ def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
 def show(
     name: Annotated[
         str,
-        typer.Argument(help="A workload, log:FILE or the path of a TOML file.", autocompletion=completion.workloads),
+        typer.Argument(help="A workload, log:FILE or the path of a TOML file.", autocompletion=completing("workloads")),
     ],
     source: Annotated[str, setting("source")] = "auto",
     num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Sessions to sample.")] = None,
@@ -82,7 +82,8 @@ def show(
         length_distribution=length_distribution, tokenizer=tokenizer,
         time_unit=None if scenario else time_unit, with_text=False,
     )  # fmt: skip
-    described = {**describe(plan), "facts": dict(plan.facts), "warnings": list(plan.warnings)}
+    warnings = [said.to_dict(str(said)) for said in plan.warnings]
+    described = {**describe(plan), "facts": dict(plan.facts), "warnings": warnings}
     if logged is not None:
         described["log"] = logged
     if as_json:

@@ -152,12 +152,12 @@ class RequestBodies:
         """The fields of the prompt."""
         field = self._dialect.prompt
         if self._dialect.holds == "messages":
-            said = [
+            earlier = [
                 message
                 for question, answer in history
                 for message in (_message("user", question), _message("assistant", answer))
             ]
-            return {field: [*said, self._question(turn)]}
+            return {field: [*earlier, self._question(turn)]}
         if self._dialect.holds == "documents":
             return self._ranking(turn)
         if turn.prompt is not None and field == "input_ids":

@@ -90,7 +90,7 @@ def load_level(streams: int, result: DriveResult, ledger: Sequence[LedgerEntry])
     elif send_lag_ms > LAG_FLOOR_MS:
         reason = f"requests went out late: p99 {send_lag_ms:.1f} ms"
     else:
-        reason = "; ".join(result.invalid)
+        reason = "; ".join(map(str, result.invalid))
     return LoadLevel(
         streams=streams,
         tokens_per_s=tokens / duration_s,

@@ -353,10 +353,10 @@ def _messages(event: Mapping[str, Any]) -> Translated | None:
     kind = text_or_none(event.get("type"))
     if kind == "content_block_delta":
         delta = _inner(event.get("delta"))
-        said, called = _answer_part(delta.get("text"), delta.get("thinking")), delta.get("partial_json")
+        part, called = _answer_part(delta.get("text"), delta.get("thinking")), delta.get("partial_json")
         if called:
             return _answer_part(called=called)
-        return said if text_or_none(delta.get("text")) or text_or_none(delta.get("thinking")) else None
+        return part if text_or_none(delta.get("text")) or text_or_none(delta.get("thinking")) else None
     if kind == "content_block_start":
         block = _inner(event.get("content_block"))
         if (text_or_none(block.get("type")) or "").endswith("tool_use"):
@@ -425,16 +425,16 @@ def _tgi(message: Mapping[str, Any]) -> Translated | None:
 
 def _ollama(message: Mapping[str, Any]) -> Translated | None:
     """Ollama's /api/chat: lines of JSON; the last one is marked ``done`` and has the counts."""
-    said, last = _inner(message.get("message")), message.get("done") is True
+    answer, last = _inner(message.get("message")), message.get("done") is True
     more: dict[str, Any] = {"error": message.get("error")}
     if last:
         more |= {"usage": message, "finish_reason": text_or_none(message.get("done_reason")) or "stop", "done": True}
-    written = said.get("content") or said.get("thinking") or said.get("tool_calls")
-    if not written and (last or not said):
+    written = answer.get("content") or answer.get("thinking") or answer.get("tool_calls")
+    if not written and (last or not answer):
         return Translated([], text_or_none(message.get("model")), **more)
-    called = said.get("tool_calls")
+    called = answer.get("tool_calls")
     return _answer_part(
-        said.get("content"), said.get("thinking"), called, model=text_or_none(message.get("model")), **more
+        answer.get("content"), answer.get("thinking"), called, model=text_or_none(message.get("model")), **more
     )
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from secrets import token_hex
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,6 @@ import pyarrow.compute as pc
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.dialects import DIALECTS
 from ebbench.client.messages import Stop, WorkerDone
-from ebbench.client.nodes import ClientNode, client_nodes, node_senders, wants_nodes
 from ebbench.client.power import PowerSampler, open_power
 from ebbench.client.prefix_cache import drafts, hit_rate, met_before, note_prompts, unplanned_hits
 from ebbench.client.progress import SnapshotObserver, Tally
@@ -49,6 +48,9 @@ from ebbench.records.schema import SERVER_METRICS
 from ebbench.records.warnings import ESTIMATED, ESTIMATED_TOKENS, RunWarning, warning
 from ebbench.spec.client import ClientOptions, lag_limit_ms, secrets, spacing_ns
 from ebbench.workloads.tokens import TokenizerCount, load_tokenizer
+
+if TYPE_CHECKING:
+    from ebbench.client.nodes import ClientNode
 
 # Warm-up: requests before the start with the plan's lengths and other content, and then, once the prefix cache was
 # emptied, those that put what the plan takes for held into it; none of them is recorded.
@@ -125,7 +127,7 @@ def connection_totals(workers: Iterable[WorkerDone | None]) -> dict[str, int]:
     return {name: sum(getattr(count, name) for count in counts) for name in ("opened", "most_held", "most_used")}
 
 
-def slow_first_uses(requests: pa.Table, first_rows: Sequence[int]) -> tuple[str, ...]:
+def slow_first_uses(requests: pa.Table, first_rows: Sequence[int]) -> tuple[RunWarning, ...]:
     """A warning if requests that were the first on their connection waited while others overtook them; else empty.
 
     ``first_rows``: the rows of ``requests`` on whose connections no response had come before.
@@ -141,12 +143,8 @@ def slow_first_uses(requests: pa.Table, first_rows: Sequence[int]) -> tuple[str,
     if len(slow) / int(first.sum()) < _TIMES_AS_OFTEN * slow_others / max(1, int(later.sum())):
         return ()
     waits_s = (answered_ns - sent_ns)[slow] / 1e9
-    return (
-        f"{len(slow)} requests that were the first on their connection waited up to {waits_s.max():.2g} s (median "
-        f"{np.median(waits_s):.2g} s) while later ones, on connections in use, were answered: the server, or a proxy "
-        "before it, serves few connections at a time (threads, a limit), so their latencies are not those of "
-        "generation; give --connections per-request, or a lower load.",
-    )
+    waited = {"longest_s": float(waits_s.max()), "median_s": float(np.median(waits_s))}
+    return (warning("few-connections", requests=len(slow), **waited),)
 
 
 def _times(requests: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -179,16 +177,15 @@ class DriveResult(NamedTuple):
     ``requests``: one row per planned request, in plan order (schema REQUESTS; with ``keep_text`` also a column
     ``text``). ``server_metrics``: schema SERVER_METRICS, empty if the server has no /metrics. ``invalid``: reasons that
     make the run invalid and that only the client knows; the analysis derives the others from the table. ``facts``:
-    entries for the manifest. ``about_server``: warnings that the figures are not of what was asked for.
+    entries for the manifest.
     """
 
     requests: pa.Table
-    warnings: tuple[str, ...]
+    warnings: tuple[RunWarning, ...]
     server_metrics: pa.Table
-    invalid: tuple[str, ...]
+    invalid: tuple[RunWarning, ...]
     interrupted: bool
     facts: Mapping[str, Any]
-    about_server: tuple[RunWarning, ...] = ()
 
 
 def drive(
@@ -266,9 +263,11 @@ async def _drive(
     id_prefix = options.id_prefix if options.id_prefix is not None else f"{token_hex(4)}-"
     async with AsyncExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
-        nodes = (
-            await stack.enter_async_context(client_nodes(str(url), options, environ)) if wants_nodes(options) else None
-        )
+        nodes = None
+        if options.on_nodes:
+            from ebbench.client.nodes import client_nodes
+
+            nodes = await stack.enter_async_context(client_nodes(str(url), options, environ))
         server = await stack.enter_async_context(ServerQueries(url, options, environ))
         ready = await _made_ready(server, url, table, plan, options, environ)
         served, dropped = ready.served, ready.dropped
@@ -306,12 +305,12 @@ async def _drive(
             *_power_warnings(facts),
             *seen.warnings,
             *findings.warnings,
+            *_about_server(requests, table, facts, environ, made_up=served.made_up),
         ),
         server_metrics=server_metrics,
         invalid=(*findings.invalid, *invalid_reasons(limit_ms, senders.workers())),
         interrupted=tally.interrupted,
         facts=facts,
-        about_server=_about_server(requests, table, facts, environ, made_up=served.made_up),
     )
 
 
@@ -367,10 +366,7 @@ def _counter(options: ClientOptions, server: ServerQueries) -> TokenizerCount | 
     """The tokenizer that counts what the server does not; where it is not available, a note says so."""
     counter = load_tokenizer(options.tokenizer)
     if counter is None and options.tokenizer is not None:
-        server.notes.append(
-            f"--tokenizer {options.tokenizer} is not available here, so answers without usage fail; give a local "
-            "tokenizer.json or its folder."
-        )
+        server.notes.append(warning("tokenizer-absent", tokenizer=options.tokenizer))
     return counter
 
 
@@ -398,6 +394,8 @@ def _senders(
     """The workers of this machine, or those of ``nodes``."""
     if nodes is None:
         return local_senders(part, url, model, options, id_prefix, environ)
+    from ebbench.client.nodes import node_senders
+
     return node_senders(nodes, part, url, model, options, id_prefix, environ)
 
 
@@ -423,10 +421,10 @@ def _client_facts(
     return facts
 
 
-def _power_warnings(facts: Mapping[str, Any]) -> tuple[str, ...]:
+def _power_warnings(facts: Mapping[str, Any]) -> tuple[RunWarning, ...]:
     """Why power and energy are missing although the GPUs were read."""
     absent = facts.get("gpu_power", {}).get("absent")
-    return () if absent is None else (f"No GPU power and energy for this run: {absent}.",)
+    return () if absent is None else (warning("power-absent", why=absent),)
 
 
 async def _run(

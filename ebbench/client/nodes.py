@@ -28,6 +28,7 @@ from ebbench.config.server_url import ServerUrl
 from ebbench.errors import EbbenchError, RunError, UsageError
 from ebbench.network.credentials import KEY_VARIABLES
 from ebbench.process.ray_connection import given_address, joined, ray_for
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.client import ClientOptions
 
 START_S = 60.0
@@ -52,11 +53,6 @@ class ClientNode:
     def end(self) -> None:
         """End the actor and with it its worker processes."""
         self.ray.kill(self.actor, no_restart=True)
-
-
-def wants_nodes(options: ClientOptions) -> bool:
-    """Whether client machines of a Ray cluster send the plan."""
-    return options.client_nodes is not None or options.ray_address is not None
 
 
 @contextlib.asynccontextmanager
@@ -122,8 +118,8 @@ def _nodes_that_send(ray: Any, asked: int | None) -> list[dict[str, Any]]:
 def _actor(ray: Any, node_id: str) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-    return ray.remote(RayNode).options(num_cpus=1, max_restarts=0, scheduling_strategy=there).remote()
+    placement = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+    return ray.remote(RayNode).options(num_cpus=1, max_restarts=0, scheduling_strategy=placement).remote()
 
 
 async def _started(ray: Any, address: str, actor: Any) -> ClientNode:
@@ -143,8 +139,12 @@ def check_reachable(url: str, nodes: Sequence[ClientNode]) -> None:
     host = urlsplit(url).hostname or ""
     if not _is_loopback(host):
         return
-    here = this_place()
-    away = [node.address for node in nodes if (node.place.machine, node.place.network) != (here.machine, here.network)]
+    own_place = this_place()
+    away = [
+        node.address
+        for node in nodes
+        if (node.place.machine, node.place.network) != (own_place.machine, own_place.network)
+    ]
     if away:
         raise UsageError(
             f"{url} is an address of this machine only, which client node {away[0]} cannot reach; let the server "
@@ -338,31 +338,22 @@ class NodeSenders:
         errors_ms = [error / 1e6 for sender in self.sending if (error := sender.alignment_error_ns()) is not None]
         worst_ms = max(errors_ms, default=0.0)
         invalid = [
-            f"client node {sender.node.address} was lost ({sender.lost_why}); its unfinished requests are {NODE_LOST}"
+            warning("node-lost", address=sender.node.address, why=sender.lost_why)
             for sender in self.sending
             if sender.lost_ns
         ]
         if worst_ms > limit_ms:
-            invalid.append(
-                f"the clocks of the client nodes agree to {worst_ms:.1f} ms only, limit {limit_ms:.4g} ms; "
-                "synchronise them (NTP, PTP), or allow more with --lag-limit-ms"
-            )
+            invalid.append(warning("clocks-apart", error_ms=worst_ms, limit_ms=limit_ms))
         facts = {"client_nodes": [sender.fact() for sender in self.sending], "clock_alignment_error_ms": worst_ms}
         return Findings(facts, tuple(self._warnings()), tuple(invalid))
 
-    def _warnings(self) -> list[str]:
+    def _warnings(self) -> list[RunWarning]:
         machines = {sender.node.place.machine for sender in self.sending}
         warnings = []
         if len(machines) < len(self.sending):
-            warnings.append(
-                f"the {len(self.sending)} client nodes are on {len(machines)} machine(s): nodes of one machine share "
-                "its processors"
-            )
+            warnings.append(warning("nodes-share-machine", nodes=len(self.sending), machines=len(machines)))
         if len(self.sending[0].part.phases) > 1 and len(self.sending) > 1:
-            warnings.append(
-                "each client node begins a phase when it has released its own sessions of the phase before, so phases "
-                "do not change at one time on all nodes"
-            )
+            warnings.append(warning("phases-by-node"))
         return warnings
 
     def _released(self, sender: Sending) -> int:

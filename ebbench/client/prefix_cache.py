@@ -137,20 +137,22 @@ def drafts(requests: pa.Table, server_metrics: pa.Table) -> dict[str, Any]:
     by the answers that do.
     """
     done = requests.filter(pc.equal(requests["status"], "ok"))
-    told = done.filter(pc.is_valid(done["accepted_tokens"])) if "accepted_tokens" in done.column_names else done[:0]
+    with_drafts = (
+        done.filter(pc.is_valid(done["accepted_tokens"])) if "accepted_tokens" in done.column_names else done[:0]
+    )
     counted = _counted_drafts(server_metrics)
-    if told.num_rows and (told.num_rows == done.num_rows or not counted):
-        return {"speculative": _told_drafts(told) | {"source": "answers", "answers": told.num_rows}}
+    if with_drafts.num_rows and (with_drafts.num_rows == done.num_rows or not counted):
+        return {"speculative": _told_drafts(with_drafts) | {"source": "answers", "answers": with_drafts.num_rows}}
     return {"speculative": counted | {"source": "metrics"}} if counted else {}
 
 
-def _told_drafts(told: pa.Table) -> dict[str, Any]:
+def _told_drafts(requests: pa.Table) -> dict[str, Any]:
     """Sums over answers. Those of a field that one of them lacks are unknown."""
     steps, drafted, accepted = (
-        None if told[name].null_count else int(pc.sum(told[name]).as_py())
+        None if requests[name].null_count else int(pc.sum(requests[name]).as_py())
         for name in ("draft_steps", "drafted_tokens", "accepted_tokens")
     )
-    histograms = told["acceptance_histogram"]
+    histograms = requests["acceptance_histogram"]
     by_count: list[int] = []
     for row in histograms.to_pylist() if not histograms.null_count else ():
         by_count += [0] * (len(row) - len(by_count))
@@ -203,10 +205,10 @@ def repeated_share(plan: pa.Table) -> float:
     size = block_tokens(plan)
     for row in plan.select(["content", "hash_ids", "input_tokens", "output_tokens"]).to_pylist():
         tokens = row["input_tokens"]
-        again = min(tokens, known.get(row["content"], 0))
+        own_repeats = min(tokens, known.get(row["content"], 0))
         blocks = row["hash_ids"] or ()
-        held = next((place for place, block in enumerate(blocks) if block not in seen), len(blocks))
-        repeated += max(again, min(tokens, held * size))
+        first_new = next((place for place, block in enumerate(blocks) if block not in seen), len(blocks))
+        repeated += max(own_repeats, min(tokens, first_new * size))
         total += tokens
         known[row["content"]] = max(known.get(row["content"], 0), tokens + row["output_tokens"])
         seen.update(blocks)

@@ -258,7 +258,7 @@ class StreamedResponse:
             self._failed(message.error, data)
         elif isinstance(message, Translated):
             self._end(message, data)
-        elif not choices:
+        elif not choices and (not message.usage or stream_messages.may_report_failure(data)):
             self._without_choices(data)
 
     def _end(self, message: Translated, data: bytes) -> None:
@@ -342,8 +342,8 @@ class StreamedResponse:
 
     def _failed(self, error: Any, data: bytes) -> None:
         """Record an error; where it is a mere number or true, the message beside it says more."""
-        said = error if isinstance(error, str | dict | list) else stream_messages.parse_document(data)
-        self.fail("error_frame", stream_messages.reason_in(said))
+        details = error if isinstance(error, str | dict | list) else stream_messages.parse_document(data)
+        self.fail("error_frame", stream_messages.reason_in(details))
 
     def _keep_stray(self, data: bytes) -> None:
         if len(self._stray) < _STRAY_LIMIT:
@@ -488,8 +488,8 @@ def _failure(streamed: StreamedResponse, count: int | None, planned_tokens: int,
     if streamed.finish_reason is None and streamed.whole:
         return "empty_output", f"no vectors or scores in the answer{f': {streamed.stray}' if streamed.stray else ''}"
     if streamed.finish_reason is None:
-        said = f"; it also held: {streamed.stray}" if streamed.stray else ""
-        return "truncated", f"the stream ended without a finish reason after {len(streamed.times_ns)} messages{said}"
+        stray = f"; it also held: {streamed.stray}" if streamed.stray else ""
+        return "truncated", f"the stream ended without a finish reason after {len(streamed.times_ns)} messages{stray}"
     if streamed.finish_reason.lower() in _ABORT_REASONS:
         ended = f"the server ended the response with finish reason '{streamed.finish_reason}'"
         return "aborted", f"{ended} after {len(streamed.times_ns)} messages"

@@ -52,6 +52,7 @@ from ebbench.process.child import (
     may_fork,
 )
 from ebbench.process.termination import on_signal
+from ebbench.records.warnings import RunWarning
 from ebbench.spec.client import ClientOptions
 
 # Worker processes as seen by their parent: starting, messages, stopping, and ending in every case.
@@ -303,8 +304,8 @@ class Findings:
     """Facts for the manifest, warnings, and reasons that make the run INVALID."""
 
     facts: Mapping[str, Any]
-    warnings: tuple[str, ...] = ()
-    invalid: tuple[str, ...] = ()
+    warnings: tuple[RunWarning, ...] = ()
+    invalid: tuple[RunWarning, ...] = ()
 
 
 @dataclass

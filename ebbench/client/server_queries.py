@@ -28,6 +28,7 @@ from ebbench.network.credentials import KEY_VARIABLES, api_key, redacted
 from ebbench.network.questions import Answer, AnswerTooLargeError, ask, decoded, one_off_limits
 from ebbench.process.termination import signals_here, stoppable_from
 from ebbench.records.schema import SERVER_METRICS
+from ebbench.records.warnings import RunWarning, health_in_words, warning
 from ebbench.spec.client import ClientOptions, secrets
 
 # Why a server cannot be reached: certificates, TLS where none is spoken, proxies that are not used.
@@ -263,23 +264,25 @@ def _distinct_models(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
 class _Ready(NamedTuple):
     """What one round of questions found. ``waiting``: why the server is not ready, None if it is.
 
-    ``despite``: what /health says although the server lists its models: a request decides at the deadline.
+    ``answers``: /health gives an answer. ``despite``: what it says although the server lists its models: a request
+    decides at the deadline.
     """
 
     waiting: str | None = None
-    despite: str | None = None
+    despite: RunWarning | None = None
+    answers: bool = False
 
 
 class ServerQueries:
     """Sends unmeasured requests to one server. Use as an asynchronous context manager.
 
-    ``notes``: what is to be said about the server in the run, as sentences.
+    ``notes``: warnings about the server in the run.
     """
 
     def __init__(self, server: ServerUrl, options: ClientOptions, environ: Mapping[str, str]) -> None:
         self._server, self._options, self._environ = server, options, environ
         self._secrets = secrets(options, environ)
-        self.notes: list[str] = []
+        self.notes: list[RunWarning] = []
         headers, self._key = dict(options.headers), api_key(environ)
         if self._key is not None:
             headers["authorization"] = f"Bearer {self._key}"
@@ -304,10 +307,9 @@ class ServerQueries:
                 return
             if time.monotonic() >= deadline_s:
                 if state.despite is not None and await self._completes():
-                    self.notes.append(f"{state.despite}; a request for one token was answered, so the run went on.")
+                    self.notes.append(state.despite)
                     return
-                answers = state.waiting.startswith("/health answers")
-                cause = "a longer --ready-timeout may help" if answers else await self._cause() or _NO_SERVER
+                cause = "a longer --ready-timeout may help" if state.answers else await self._cause() or _NO_SERVER
                 after = f"is not ready after {self._options.ready_timeout_s:g} s"
                 raise RunError(f"{self._server} {after}: {state.waiting}; {cause}")
             await asyncio.sleep(0.2)
@@ -356,15 +358,13 @@ class ServerQueries:
         try:
             answer = await self._ask("GET", self._server.page("metrics"), _METRICS_BYTES)
         except AnswerTooLargeError as error:
-            self._note(f"The server's /metrics is {error} and was not read.")
+            note = warning("metrics-unread", why=str(error))
+            if note not in self.notes:
+                self.notes.append(note)
             return None
         except TransportError:
             return None
         return answer.text if answer.status == 200 else None
-
-    def _note(self, sentence: str) -> None:
-        if sentence not in self.notes:
-            self.notes.append(sentence)
 
     async def _ask(
         self,
@@ -396,22 +396,23 @@ class ServerQueries:
                 return _Ready(self._redacted(_reason(error)))
         if 200 <= status < 300:
             return _Ready()
-        problem = f"/health gives no answer within {timeout_s:.3g} s" if slow else f"/health answers {status}"
         passing = slow or status >= 500 or status in (408, 429)
-        return await self._state_without_health(problem, passing and status != 501, timeout_s)
+        return await self._state_without_health(status, passing and status != 501, timeout_s)
 
-    async def _state_without_health(self, problem: str, passing: bool, timeout_s: float) -> _Ready:
-        """Judge by /v1/models. ``passing``: /health may still become good."""
+    async def _state_without_health(self, health: int, passing: bool, timeout_s: float) -> _Ready:
+        """Judge by /v1/models. ``health``: status of /health, 0 without an answer; ``passing``: it may become good."""
+        problem, answers = health_in_words(health, timeout_s), bool(health)
         try:
             status = (await self._models(timeout_s)).status
         except _NoModelsError as error:
-            return _Ready(f"{problem}, and /v1/models {error}")
+            return _Ready(f"{problem}, and /v1/models {error}", None, answers)
         if passing:
-            return _Ready(problem, f"The server's {problem}" if status == 200 else None)
+            despite = warning("not-ready", health=health, timeout_s=timeout_s) if status == 200 else None
+            return _Ready(problem, despite, answers)
         if status in _FORBIDDEN and self._options.model is None:
             raise RunError(f"{self._server}: {problem}, /v1/models {status}; {self._key_remedy()}")
         if status >= 500 or status in (408, 429):
-            return _Ready(f"{problem}, /v1/models {status}")
+            return _Ready(f"{problem}, /v1/models {status}", None, answers)
         return _Ready()
 
     async def _completes(self) -> bool:

@@ -325,7 +325,7 @@ class BodiesAhead:
         upcoming = next(rows, None)
         if upcoming is None:
             return
-        self._thread = threading.Thread(target=self._build_all, args=(upcoming, rows, wanted), daemon=True)
+        self._thread = threading.Thread(target=self._build_all, args=(upcoming, rows), daemon=True)
         with self._changed:
             self._thread.start()
             self._changed.wait_for(lambda: self._closed or len(self._built) >= wanted or self._full or not self._alive)
@@ -375,7 +375,7 @@ class BodiesAhead:
             if self._plan.columns["prompt"][row] is None:
                 yield session, row
 
-    def _build_all(self, upcoming: tuple[int, int], rows: Iterator[tuple[int, int]], wanted: int) -> None:
+    def _build_all(self, upcoming: tuple[int, int], rows: Iterator[tuple[int, int]]) -> None:
         try:
             current: tuple[int, int] | None = upcoming
             while current is not None:

@@ -138,6 +138,9 @@ _REASON_FIELDS = (
 """Where servers put the reason of a failure, most telling first."""
 _FAILURE_FIELDS = ("error", "errors", "error_code", "error_message", "detail", "exception", "fault")
 """Fields of which one is in a message that reports a failure."""
+_MAY_FAIL = re.compile(
+    rb'"(?:%b|success|type|status|code|status_code|object"\s*:\s*"error)"' % "|".join(_FAILURE_FIELDS).encode()
+)
 _FAILED_STATES = frozenset({"error", "failed", "failure"})
 _NO_REASON = frozenset({"", "null", "none", "undefined", "unspecified", "finish_reason_unspecified"})
 """What servers write for a finish reason while there is none."""
@@ -298,6 +301,11 @@ def is_finish_reason(reason: str | None) -> bool:
     return bool(reason) and reason.strip().lower() not in _NO_REASON  # type: ignore[union-attr]
 
 
+def may_report_failure(data: bytes) -> bool:
+    """Whether the JSON of a message has a field by which :func:`failure_in` judges; quicker than to read it."""
+    return _MAY_FAIL.search(data) is not None
+
+
 def failure_in(document: Mapping[str, Any]) -> bool:
     """Whether a message without choices reports a failure: servers write that in many ways."""
     if any(document.get(name) for name in _FAILURE_FIELDS) or document.get("success") is False:
@@ -319,6 +327,6 @@ def reason_in(error: Any) -> str:
         return reason_in(error[0])  # but FastAPI's, which say where, too
     if isinstance(error, Mapping):
         for name in _REASON_FIELDS:
-            if (said := error.get(name)) and not isinstance(said, bool | int | float):
-                return reason_in(said)
+            if (inner := error.get(name)) and not isinstance(inner, bool | int | float):
+                return reason_in(inner)
     return json.dumps(error, default=str)

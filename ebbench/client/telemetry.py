@@ -19,6 +19,7 @@ from ebbench.client.dialects import DIALECTS
 from ebbench.errors import RunError, UsageError
 from ebbench.installation import need
 from ebbench.records.schema import tokens_after_first_of
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.client import ClientOptions
 
 Sink = Callable[[pa.Table], None]
@@ -149,12 +150,12 @@ class RequestSpans:
         }
         return {name: value for name, value in attributes.items() if value is not None}
 
-    def close(self) -> tuple[str, ...]:
+    def close(self) -> tuple[RunWarning, ...]:
         """Send what is left; returns a warning if the endpoint did not accept every span."""
         self._provider.force_flush(_FLUSH_MS)
         self._provider.shutdown()
         lost = self._made - self._exporter.accepted
-        return (f"{lost} of {self._made} request spans were not accepted by {self._endpoint}",) if lost else ()
+        return (warning("spans-lost", lost=lost, spans=self._made, endpoint=self._endpoint),) if lost else ()
 
 
 class _Counting:
@@ -186,7 +187,7 @@ class Telemetry:
     def __init__(self) -> None:
         self.sinks: list[Sink] = []
         self.spans: RequestSpans | None = None
-        self.warnings: tuple[str, ...] = ()
+        self.warnings: tuple[RunWarning, ...] = ()
 
     def add(self, requests: pa.Table, start_ns: int) -> None:
         """Pass finished requests of a run that started at ``start_ns`` (monotonic) on."""

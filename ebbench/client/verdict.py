@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.client.dialects import OddNumber
-from ebbench.client.lag import lag_percentile_ns
+from ebbench.client.lag import PERIOD_NS
 from ebbench.client.messages import WorkerDone
 from ebbench.records.schema import SAME_TIME_NS, tokens_after_first_of
-from ebbench.records.warnings import OTHER_MODEL, RunWarning, caveat, warning
+from ebbench.records.warnings import OTHER_MODEL, RunWarning, warning
 
 _JOINED_SHARE = 0.1
 """Share of the output tokens without a time of their own from which on the median of ITL is misleading: zeros up to
@@ -33,17 +34,17 @@ def send_lag_p99_ms(requests: pa.Table) -> float:
     return float(pc.quantile(lag_ns, 0.99)[0].as_py() or 0.0) / 1e6
 
 
-def invalid_reasons(limit_ms: float, workers: Mapping[int, WorkerDone | None]) -> tuple[str, ...]:
+def invalid_reasons(limit_ms: float, workers: Mapping[int, WorkerDone | None]) -> tuple[RunWarning, ...]:
     """Reasons that the requests table does not show: a stalled event loop, a worker that died (None)."""
     reasons = []
     lag_ms = loop_lag_p99_ms(workers.values())
     if lag_ms > limit_ms:
-        reasons.append(caveat("event-loop-stalled", p99_lag_ms=lag_ms, limit_ms=limit_ms))
+        reasons.append(warning("event-loop-stalled", p99_lag_ms=lag_ms, limit_ms=limit_ms))
     for number, done in workers.items():
         if done is None:
-            reasons.append(caveat("worker-died", worker=number))
+            reasons.append(warning("worker-died", worker=number))
         elif done.error is not None:
-            reasons.append(caveat("worker-failed", worker=number, error=done.error))
+            reasons.append(warning("worker-failed", worker=number, error=done.error))
     return tuple(reasons)
 
 
@@ -53,15 +54,17 @@ def client_warnings(
     renamed: int,
     dropped: int,
     odd_numbers: Mapping[str, OddNumber] = MappingProxyType({}),
-) -> tuple[str, ...]:
-    """Warnings about the measurement, one sentence each. ``odd_numbers``: by field of ``usage``."""
-    texts = [_tokenizer_warning(requests, plan), token_time_warning(requests)]
-    texts += [_odd_warning(name, odd) for name, odd in odd_numbers.items()]
+) -> tuple[RunWarning, ...]:
+    """Warnings about the measurement. ``odd_numbers``: by field of ``usage``."""
+    warnings = [_tokenizer_warning(requests, plan), token_time_warning(requests)]
+    warnings += [
+        warning("odd-usage", field=name, answers=odd.answers, first=odd.first) for name, odd in odd_numbers.items()
+    ]
     if renamed:
-        texts.append(f"{renamed} request ids occurred more than once and were made unique")
+        warnings.append(warning("ids-renamed", requests=renamed))
     if dropped:
-        texts.append(f"{dropped} request(s) exceed the server's max_model_len and were left out")
-    return tuple(text for text in texts if text)
+        warnings.append(warning("beyond-server", requests=dropped))
+    return tuple(filter(None, warnings))
 
 
 def other_models_warning(other_models: Mapping[str, int], asked: str, completed: int) -> RunWarning | None:
@@ -70,7 +73,7 @@ def other_models_warning(other_models: Mapping[str, int], asked: str, completed:
     return warning(OTHER_MODEL, answers=answers, asked=asked, completed=completed) if answers else None
 
 
-def _tokenizer_warning(requests: pa.Table, plan: pa.Table) -> str | None:
+def _tokenizer_warning(requests: pa.Table, plan: pa.Table) -> RunWarning | None:
     done = pc.equal(requests.column("status"), "ok")
     counted = requests.column("input_tokens").filter(done).to_numpy()
     planned = plan.column("input_tokens").filter(done).to_numpy()
@@ -80,20 +83,10 @@ def _tokenizer_warning(requests: pa.Table, plan: pa.Table) -> str | None:
     if not unlike.any():
         return None
     ratio = float(np.median(counted[unlike] / np.maximum(planned[unlike], 1)))
-    return (
-        f"the server counts prompt tokens otherwise than the plan in {int(unlike.sum())} of {unlike.size} requests "
-        f"(median {ratio:.2f} times as many); its counts are used"
-    )
+    return warning("other-tokenizer", differ=int(unlike.sum()), requests=unlike.size, median_ratio=ratio)
 
 
-def _odd_warning(name: str, odd: OddNumber) -> str:
-    treated = "failed" if name == "completion_tokens" else "left out"
-    answers, first = ("1 answer", "") if odd.answers == 1 else (f"{odd.answers:,} answers", "the first: ")
-    where = "usage" if name == "usage" else f"{name} in the usage"
-    return f"{where} of {answers} is no possible number of tokens ({first}{odd.first}): {treated}"
-
-
-def token_time_warning(requests: pa.Table) -> str | None:
+def token_time_warning(requests: pa.Table) -> RunWarning | None:
     """A warning where several tokens share a time, so that TTFT, TPOT and ITL are less precise; None without."""
     done = requests.filter(pc.equal(requests.column("status"), "ok"))
     counted, after = done.column("output_tokens").to_numpy(), tokens_after_first_of(done)
@@ -103,19 +96,31 @@ def token_time_warning(requests: pa.Table) -> str | None:
     at_once, hidden = (after == 0) & (sent > 1), sent < counted
     joined = (gaps < SAME_TIME_NS) & np.repeat(~at_once, sent - 1)
     share = joined.sum() / max(1, sent[~at_once].sum())
-    parts = []
-    if share >= _JOINED_SHARE:
-        parts.append(
-            f"{100 * share:.0f} % of the output tokens came together with others, in one message or one read: TPOT "
-            "leaves out those that came with the first, median and percentiles of ITL do not describe generation"
-        )
-    if at_once.any():
-        parts.append(
-            f"{at_once.sum()} of {len(sent)} answers came all at once: no TPOT and no ITL, and no TPOT limit is met"
-        )
-    if hidden.any():
-        parts.append(
-            f"{hidden.sum()} of {len(sent)} answers count thinking that was not sent: TTFT includes it, TPOT and ITL "
-            "are of the tokens after it"
-        )
-    return f"Not every token has a time of its own. {'; '.join(parts)}." if parts else None
+    parts = {
+        "joined_share": float(share) if share >= _JOINED_SHARE else 0.0,
+        "at_once": int(at_once.sum()),
+        "hidden": int(hidden.sum()),
+    }
+    return warning("shared-times", answers=len(sent), **parts) if any(parts.values()) else None
+
+
+def lag_percentile_ns(
+    late_ns: Sequence[int] | npt.NDArray[np.int64], share: float, period_ns: int = PERIOD_NS
+) -> float:
+    """The delay that a share ``share`` of events at random times does not exceed, in ns.
+
+    A loop blocked for L ns delays events of that time by L to 0 ns, so the time in which the delay exceeds x is the sum
+    of max(0, L - x) over all ticks. Counting ticks would hide long stalls, which are one tick each.
+    """
+    late = np.asarray(late_ns, dtype=np.float64)
+    if late.size == 0:
+        return 0.0
+    allowed_ns = (1.0 - share) * float((late + period_ns).sum())
+    low, high = 0.0, float(late.max())
+    for _ in range(60):
+        middle = (low + high) / 2
+        if float(np.maximum(late - middle, 0.0).sum()) > allowed_ns:
+            low = middle
+        else:
+            high = middle
+    return high

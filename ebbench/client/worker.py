@@ -196,8 +196,11 @@ async def _send_part(
         spacing_ns(assignment.options),
     )
     bodies = RequestBodies(assignment.model, assignment.options)
-    lock, memory = FileLock(lock_path(assignment.folder)), SharedMemory(schedule_path(assignment.folder))
-    try:
+    with contextlib.ExitStack() as stack:
+        memory = stack.enter_context(contextlib.closing(SharedMemory(schedule_path(assignment.folder))))
+        lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if assignment.workers > 1:  # otherwise no other process uses the schedule between the start and the end
+            lock = stack.enter_context(contextlib.closing(FileLock(lock_path(assignment.folder))))
         schedule = ReleaseSchedule(
             memory,
             lock,
@@ -222,9 +225,6 @@ async def _send_part(
                 monitor.close()
             cpu_s = time.process_time() - started_s
             return WorkerDone(monitor.late_ns.tobytes(), cpu_s, connections=sender.connections)
-    finally:
-        lock.close()
-        memory.close()
 
 
 def _mapped(path: Path) -> pa.Table:

@@ -111,7 +111,7 @@ class Option:
     turns_off: bool = False
     """The option takes no value and sets the field to False."""
     complete: str = ""
-    """Function of :mod:`ebbench.cli.options` that completes its value."""
+    """What completes its value, of :data:`ebbench.config.options.COMPLETIONS`."""
     text: Any = None
     """Type of its value on the command line, if not the field's."""
     read: Callable[[Any], Mapping[str, Any]] | None = None

@@ -36,6 +36,9 @@ DEFAULT_DISPATCH = "least-outstanding"
 # rest receives KV (vLLM's docs/design/p2p_nccl_connector.md).
 PREFILL_UTILIZATION, DECODE_UTILIZATION = 0.9, 0.7
 
+MOST_UNITS = 10_000
+"""Most data-parallel units of a pool, each of which is simulated with a scheduler of its own."""
+
 _SIZES = {
     "instances": Setting("equal instances", at_least=1, kind=int, example=4),
     "tp": Setting("GPUs of a unit", at_least=1, kind=int, example=4),
@@ -69,6 +72,8 @@ class PoolSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"{key} must be at least 1, not {value}")
+        if self.instances * self.dp > MOST_UNITS:
+            raise ValueError(f"at most {MOST_UNITS:,} units are simulated, not {self.instances * self.dp:,}")
         if self.ep not in (1, self.tp * self.dp):
             raise ValueError(f"ep must be tp x dp = {self.tp * self.dp} (or left out), not {self.ep}")
         if self.lockstep and (self.dp == 1 or self.ep > 1):

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from ebbench.config.declare import DEFAULT_VLLM
-from ebbench.devices.geometry import KV_DTYPES, WEIGHT_BITS, Mixer, ModelGeometry
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.records.warnings import RunWarning
 from ebbench.spec.server import HostCosts, Speculative, parse_release
 from vllm_eb.calibration import Calibration
 
 if TYPE_CHECKING:
-    from ebbench.devices.geometry import KvLayout
+    from ebbench.devices.geometry import KvLayout, Mixer, ModelGeometry
     from ebbench.devices.profiles import DeviceProfile
 
 
@@ -189,6 +189,7 @@ class DeviceRequest:
     vllm_version: str | None = None
     drafts: Speculative | None = None
     assume_kernels: bool = False
+    prefix_caching: bool = True
 
     @property
     def vllm(self) -> str:
@@ -208,6 +209,8 @@ def quantised(model: ModelGeometry, quantization: str | None, kv_cache_dtype: st
     vLLM's quantisation at load time has one scale per tensor; a model whose weights are already quantised keeps them.
     Raises UnknownNameError, or UsageError for weights that cannot be quantised again.
     """
+    from ebbench.devices.geometry import KV_DTYPES, WEIGHT_BITS
+
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise UnknownNameError("quantization that is modelled", quantization, QUANTIZATIONS)
     kv = {"fp8_e4m3": "fp8", "auto": model.kv_dtype}.get(kv_cache_dtype, kv_cache_dtype)
@@ -287,7 +290,7 @@ class Device:
     kv_capacity_tokens: int
     calibration: Calibration
     provenance: str
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[RunWarning, ...] = field(default=())
     profile: DeviceProfile | None = None
     geometry: ModelGeometry | None = None
     request: DeviceRequest | None = None

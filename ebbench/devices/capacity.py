@@ -8,12 +8,21 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ebbench.devices.base import SINGLE, Device, DeviceRequest, Parallel, StartUp, start_up
-from ebbench.devices.geometry import BLOCK_TOKENS, KvLayout, ModelGeometry, kv_layout
+from ebbench.devices.geometry import (
+    BLOCK_TOKENS,
+    CHUNKS_SINCE,
+    SETTLED_SINCE,
+    STATE_BLOCKS,
+    KvLayout,
+    ModelGeometry,
+    kv_layout,
+)
 from ebbench.devices.profiles import DeviceProfile
 from ebbench.errors import UsageError
 from ebbench.spec.server import parse_release
 
 _REPORTED = "; where vLLM starts all the same, give the size of its KV cache with --num-kv-blocks"
+_HOPPER = ("H100", "H200", "GH200", "H20")
 COLLECTIVE_BYTES = 450_000_000
 """What each of several GPUs needs for their collectives."""
 
@@ -28,20 +37,21 @@ def kv_capacity_tokens(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     eager: bool = False,
-    async_scheduling: bool = True,
+    layout: KvLayout | None,
     reported: int | None = None,
 ) -> int:
     """KV tokens of one unit that fit beside the weights and what vLLM sets aside at its start, in blocks of 16.
 
     Of a model whose layers keep a window or a state: as vLLM counts them, by the longest sequences.
 
-    ``start``: the rules of vLLM's version. A share of None is the version's default. ``reported``: what a server says
-    that it has, in place of the estimate. Raises UsageError with the numbers if the model does not fit.
+    ``start``: the rules of vLLM's version. A share of None is the version's default. ``layout``: of
+    :func:`layout_with`. ``reported``: what a server says that it has, in place of the estimate. Raises UsageError with
+    the numbers if the model does not fit.
     """
     share = start.gpu_memory_utilization if gpu_memory_utilization is None else gpu_memory_utilization
     if not 0 < share <= 1:
         raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {share}")
-    weights = weight_bytes_per_gpu(model, parallel)
+    weights = weight_bytes_per_gpu(model, parallel, profile.gpu)
     if reported is not None and weights <= profile.memory_bytes:
         return reported
     budget = profile.memory_bytes * share
@@ -49,7 +59,6 @@ def kv_capacity_tokens(
     reserve = profile.context_bytes + trial
     part = model.sliced(parallel.tp)
     room = budget - weights - reserve
-    layout = kv_layout(part, in_flight_tokens(max_num_batched_tokens, async_scheduling=async_scheduling))
     if layout is None:
         tokens = int(room // part.kv_bytes_per_token) // BLOCK_TOKENS * BLOCK_TOKENS
     else:
@@ -67,14 +76,35 @@ def kv_capacity_tokens(
     return tokens
 
 
-def weight_bytes_per_gpu(model: ModelGeometry, parallel: Parallel) -> float:
-    """Weight bytes per GPU.
+def weight_bytes_per_gpu(model: ModelGeometry, parallel: Parallel, gpu: str) -> float:
+    """Weight bytes on each ``gpu`` (its name).
 
-    Experts are distributed over all GPUs of the engine or divided within a unit; the rest is divided within the unit.
+    Experts are distributed over all GPUs of the engine or divided within a unit. The rest is divided within the unit,
+    but for what every GPU holds as a whole: ways to latents, indices, routers, KV heads that are fewer than the GPUs.
     """
-    return (model.weight_bytes - model.experts_bytes) / parallel.tp + model.experts_bytes / max(
-        parallel.ep, parallel.tp
-    )
+    part = model.sliced(parallel.tp)
+    not_sliced = model.other_params * model.dtype_bytes + model.other_bytes + model.encoder_bytes
+    shared = part.weight_bytes - part.experts_bytes - not_sliced * (1 - 1 / parallel.tp)
+    experts = model.experts_bytes * _padding(model, parallel, gpu)
+    return shared + experts / max(parallel.ep, parallel.tp)
+
+
+def _padding(model: ModelGeometry, parallel: Parallel, gpu: str) -> float:
+    """How much larger kernels for MXFP4 make the experts: gpt-oss's 2,880 columns become 3,072.
+
+    Marlin and TensorRT-LLM want multiples of 256 by 128 (vllm/model_executor/layers/fused_moe/oracle/mxfp4.py); Triton,
+    on Hopper, of 64, and its layout of the weights of 256.
+    """
+    if not model.experts or model.dtype_of_experts != "w4a16_mxfp4":
+        return 1.0
+    hidden = model.expert_hidden or model.hidden
+    inner = model.expert_intermediate // (1 if parallel.ep > 1 else parallel.tp)
+    multiple = 64 if any(name in gpu for name in _HOPPER) else 128
+    return _up(hidden, 256) * _up(inner, multiple) / (hidden * inner)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def reserve_bytes(
@@ -102,8 +132,10 @@ def reserve_bytes(
     collectives = 0 if parallel.single else COLLECTIVE_BYTES
     graphs = 0.0 if eager else trial.graph_bytes
     head = trial.heads * model.vocab * model.hidden * model.dtype_bytes / parallel.tp
-    held = step + sampled if trial.at_once else max(step, tokens * model.hidden * model.dtype_bytes + sampled, head)
-    return int(collectives + graphs + held)
+    trial_bytes = (
+        step + sampled if trial.at_once else max(step, tokens * model.hidden * model.dtype_bytes + sampled, head)
+    )
+    return int(collectives + graphs + trial_bytes)
 
 
 GIB = 1 << 30
@@ -144,7 +176,7 @@ def requested_capacity(profile: DeviceProfile, model: ModelGeometry, request: De
         max_num_seqs=request.max_num_seqs or limits.max_num_seqs,
         max_num_batched_tokens=request.max_num_batched_tokens or limits.max_num_batched_tokens,
         eager=request.eager,
-        async_scheduling=request.async_scheduling,
+        layout=requested_layout(profile, model, request),
         reported=request.kv_tokens,
     )
 
@@ -160,11 +192,36 @@ def kv_cache_bytes(device: Device) -> int:
 
 def requested_layout(profile: DeviceProfile, model: ModelGeometry, request: DeviceRequest) -> KvLayout | None:
     """How the model's KV cache lies on each GPU with the settings of ``request``; None if every layer keeps all."""
-    step_tokens = request.max_num_batched_tokens or batch_limits(profile, request.vllm).max_num_batched_tokens
-    in_flight = in_flight_tokens(step_tokens, async_scheduling=request.async_scheduling)
-    return kv_layout(model.sliced(request.parallel.tp), in_flight)
+    return layout_with(
+        model,
+        request.parallel,
+        request.max_num_batched_tokens or batch_limits(profile, request.vllm).max_num_batched_tokens,
+        request.vllm,
+        async_scheduling=request.async_scheduling,
+        prefix_caching=request.prefix_caching,
+        drafts=request.drafts is not None,
+    )
 
 
-def in_flight_tokens(max_num_batched_tokens: int, *, async_scheduling: bool) -> int:
-    """Most tokens that are scheduled and not yet computed."""
-    return max_num_batched_tokens * (2 if async_scheduling else 1)
+def layout_with(
+    model: ModelGeometry,
+    parallel: Parallel,
+    max_num_batched_tokens: int,
+    vllm_version: str,
+    *,
+    async_scheduling: bool = True,
+    prefix_caching: bool = True,
+    drafts: bool = False,
+) -> KvLayout | None:
+    """How the KV cache lies on each GPU of a unit under a version of vLLM; None if every layer keeps all tokens.
+
+    Without ``prefix_caching`` a sequence has one state; with ``drafts`` finished chunks are kept.
+    """
+    release = parse_release(vllm_version) or (0, 0)
+    steps_in_flight = 2 if async_scheduling and release >= SETTLED_SINCE else 1
+    return kv_layout(
+        model.sliced(parallel.tp),
+        max_num_batched_tokens * steps_in_flight,
+        chunks=release >= CHUNKS_SINCE and not drafts,
+        state_blocks=STATE_BLOCKS if prefix_caching else 1,
+    )

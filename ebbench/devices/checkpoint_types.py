@@ -345,14 +345,14 @@ def _assigned(typed: _Typed, modules: Iterable[Module]) -> CheckpointTypes:
         most[MLP] = most[ATTENTION]
     if not params[EXPERTS]:
         most[EXPERTS] = most[MLP]
-    other_bytes, said = 0.0, []
+    other_bytes, shares = 0.0, []
     for kind, types in params.items():
         for dtype, count in types.items():
             other_bytes += count * (WEIGHT_BITS[dtype] - WEIGHT_BITS[most[kind]]) / 8
             share = count / sum(types.values())
             if dtype != most[kind] and share > _WORTH_SAYING:
-                said.append(f"{share:.0%} of its {_WORDS[kind]} are in {dtype}, not in {most[kind]}")
-    notes = (f"{' and '.join(said)}: their size is counted, their time is as with the others",) if said else ()
+                shares.append(f"{share:.0%} of its {_WORDS[kind]} are in {dtype}, not in {most[kind]}")
+    notes = (f"{' and '.join(shares)}: their size is counted, their time is as with the others",) if shares else ()
     return CheckpointTypes(most[ATTENTION], most[MLP], most[EXPERTS], other_bytes=round(other_bytes), notes=notes)
 
 

@@ -111,7 +111,7 @@ class DeviceFacts:
     @property
     def gpu_weight_bytes(self) -> int:
         """Bytes of the weights on one GPU."""
-        return int(weight_bytes_per_gpu(self.model, self.parallel))
+        return int(weight_bytes_per_gpu(self.model, self.parallel, self.profile.gpu))
 
     @property
     def request(self) -> DeviceRequest:
@@ -151,7 +151,7 @@ class DeviceFacts:
             "steps": [asdict(step) for step in self.steps],
             "calibration": calibration,
             "provenance": self.device.provenance,
-            "warnings": list(self.device.warnings),
+            "warnings": [warning.to_dict(str(warning)) for warning in self.device.warnings],
         }
 
 

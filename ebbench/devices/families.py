@@ -18,6 +18,7 @@ from ebbench.devices.mixer_rules import (
     block_index,
     block_sparse,
     delta,
+    gated_latent,
     gated_recurrence,
     index,
     kimi_delta,
@@ -236,7 +237,10 @@ _DELTA_DEFAULTS = {
     "linear_num_value_heads": 32, "head_dim": 256,
 }  # fmt: skip
 _DELTA: Mapping[str, tuple[Rule, ...]] = {FULL: (softmax(gate="element"),), LINEAR: (delta,)}
-_NOT_SPARSE = "indexer_rope_interleave", "index_share_for_mtp_iteration", "index_topk_freq", "index_skip_topk_offset"
+_STREAMS = (
+    "its layers keep several streams of hidden states (hyper-connections), whose time is left out: steps are too fast"
+)
+_NOT_SPARSE = "indexer_rope_interleave", "index_share_for_mtp_iteration", "index_skip_topk_offset"
 DENSE = Family()
 MIXTURE = Family(experts=True)
 NO_GATE = Family(mlp_matrices=2)
@@ -335,15 +339,22 @@ GEMMA4 = replace(GEMMA3, defaults={"head_dim": 256}, experts=True, modules=Modul
 FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(
         ("llama", "mistral", "ministral3", "granite", "seed_oss", "helium", "glm", "hyperclovax", "solar", "internlm3",
-         "minicpm", "orion", "telechat2", "internlm2", "exaone", "bitnet", "iquestcoder",
+         "orion", "telechat2", "PanguEmbedded", "internlm2", "exaone", "bitnet", "iquestcoder",
          "stablelm", "diffllama", "baichuan", "aquila", "xverse", "qwen2_vl_text", "qwen2_5_vl_text", "olmo", "yi"),
         DENSE,
     ),
     "smollm3": COHERE,
     "phi3": replace(DENSE, understood=("full_attn_mod",)),
+    "phi4mm": replace(
+        DENSE, tied=True, understood=("full_attn_mod", "embd_layer"),
+        note="its encoders and their adapters are left out, weights and time",
+    ),
+    "minicpm": replace(
+        DENSE, understood=("dim_model_base", "scale_depth", "sparse_config"),  # vLLM attends to all tokens
+    ),
     "falcon": Family(layers={FULL: (_falcon,)}, mlp_matrices=2, tied=True, width=_four_times,
                      understood=("num_kv_heads", "new_decoder_architecture")),
-    "glm4": replace(DENSE, norms=4),
+    **dict.fromkeys(("glm4", "glm4v_text", "glm4v"), replace(DENSE, norms=4)),
     "olmo2": replace(DENSE, qk_norm=True),
     "olmo3": replace(DENSE, qk_norm=True, pattern=every(4)),
     "ministral": replace(DENSE, defaults={"head_dim": 128}),
@@ -385,8 +396,9 @@ FAMILIES: Mapping[str, Family] = {
     "hy_v3": replace(MIXTURE, qk_norm=True, understood=("enable_moe_fp32_combine",),
                      defaults={"first_k_dense_replace": 1}),
     **dict.fromkeys(("mixtral", "minimax_m2"), replace(MIXTURE, modules=_BLOCK_SPARSE_MOE)),
-    **dict.fromkeys(("phimoe", "granitemoe", "granitemoeshared", "olmoe", "flex_olmo", "dots1", "deepseek",
+    **dict.fromkeys(("phimoe", "granitemoe", "granitemoeshared", "olmoe", "flex_olmo", "deepseek",
                      "solar_open", "glm4_moe", "glm4v_moe_text", "aria_text"), MIXTURE),
+    "dots1": replace(MIXTURE, pattern=_after_layers),
     "granitemoe_swa": replace(MIXTURE, pattern=every(4, first=True)),
     "mellum": replace(MIXTURE, qk_norm=True, pattern=_all(FULL)),
     "laguna": replace(MIXTURE, qk_norm=True, pattern=_all(FULL), layers={FULL: (softmax(gate="head"),),
@@ -404,6 +416,15 @@ FAMILIES: Mapping[str, Family] = {
                           qk_norm=True),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "axk1", "glm4_moe_lite", "mistral4_text"), DEEPSEEK),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), DSA),
+    "hy_v4": replace(
+        DSA, layers={FULL: (gated_latent, index)}, defaults={"first_k_dense_replace": 1, "index_topk_freq": 4},
+        note=_STREAMS,
+    ),
+    **dict.fromkeys(("glm5_next_text", "glm5_next"), replace(
+        DSA, layers={FULL: (latent, index), LINEAR: (kimi_delta,)}, defaults={"first_k_dense_replace": 3},
+        pattern=every(4, otherwise=LINEAR), understood=(*_NOT_SPARSE, "index_kpool_always_select_tail"),
+        note=f"{_STREAMS}; blocks of its KV cache are sized as for other models with states",
+    )),
     **dict.fromkeys(("step3p5", "step3p7"), replace(
         MIXTURE, qk_norm=True, pattern=_all(FULL), layers={FULL: (softmax(),), WINDOW: (_step_window,)},
         understood=("moe_layers_enum",))),
@@ -444,7 +465,8 @@ FAMILIES: Mapping[str, Family] = {
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Where a model of images or sound has its decoder."""
 TEXT_TYPES: Mapping[str, str] = {
-    "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4": "gemma4_text", "llama4": "llama4_text",
+    "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "glm4v": "glm4v_text",
+    "glm5_next": "glm5_next_text", "gemma4": "gemma4_text", "llama4": "llama4_text",
     "mistral3": "mistral", "llava": "llama", "llava_next": "llama", "kimi_k25": "kimi_k2",
     "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "minimax_m3_vl": "minimax_m3_text",
 }  # fmt: skip

@@ -172,7 +172,8 @@ class ModelGeometry:
     experts see, if not ``hidden``. ``sliding_layers`` of the ``layers`` attend only to the last ``sliding_window``
     tokens. ``own_mixers``: the layers by kind of attention, where they are not all described by ``heads``,
     ``kv_heads``, ``head_dim`` and the window. ``other_params``: further parameters in 16 bits (embeddings per layer or
-    of positions); ``other_bytes``: by which weights of another type than most of their kind differ. ``norms``: norms of
+    of positions); ``other_bytes``: by which weights of another type than most of their kind differ; ``encoder_bytes``:
+    of weights that read images or sound. ``norms``: norms of
     the hidden size per layer. ``dtype_bytes``: bytes per element of activations, embeddings and head.
     ``weight_dtype``: type of the projections in the layers; ``attention_dtype``: of those of attention ("": as the
     others); ``expert_dtype``: of the experts ("": as the projections); ``kv_dtype``: of the KV cache; names of
@@ -207,6 +208,7 @@ class ModelGeometry:
     own_mixers: tuple[Mixer, ...] = ()
     other_params: int = 0
     other_bytes: int = 0
+    encoder_bytes: int = 0
     dtype_bytes: int = 2
     weight_dtype: str = "bfloat16"
     attention_dtype: str = ""
@@ -231,8 +233,8 @@ class ModelGeometry:
 
     @property
     def windows(self) -> tuple[Mixer, ...]:
-        """Layers that keep no more than a window of every sequence. vLLM keeps all of what is read in chunks."""
-        return tuple(mixer for mixer in self.mixers if mixer.kind == "window" and mixer.cached)
+        """Layers that keep no more than a window of every sequence, or than a chunk."""
+        return tuple(mixer for mixer in self.mixers if mixer.kind in ("window", "chunk") and mixer.cached)
 
     @property
     def dtype_of_experts(self) -> str:
@@ -283,10 +285,6 @@ class ModelGeometry:
             layers=self.layers + layers,
             own_mixers=(replace(own[0], layers=own[0].layers + layers), *own[1:]) if own else (),
         )
-
-    def without_experts(self) -> ModelGeometry:
-        """The dense layers of a mixture, as a model of their own with all its layers."""
-        return replace(self, experts=0, intermediate=self.dense_intermediate, dense_layers=0)
 
     def sliced(self, tp: int) -> ModelGeometry:
         """The part on one of ``tp`` GPUs: its heads, its slice of the dense MLP and of the vocabulary.
@@ -369,6 +367,7 @@ class ModelGeometry:
             + mlp * WEIGHT_BITS[self.weight_dtype] / 8
             + self.experts_bytes
             + self.other_bytes
+            + self.encoder_bytes
         )
 
     def mlp_products(self, inner: int) -> tuple[Product, ...]:
@@ -391,7 +390,7 @@ class ModelGeometry:
         """Bytes that a sequence of ``tokens`` keeps over all layers."""
         kept = float(self.state_bytes)
         for mixer in self.mixers:
-            length = min(tokens, mixer.window) if mixer.kind == "window" else tokens
+            length = min(tokens, mixer.window) if mixer.kind in ("window", "chunk") else tokens
             kept += mixer.layers * length * mixer.bytes_per_token(self.kv_dtype_bytes)
         return kept
 
@@ -406,6 +405,14 @@ STATE_BLOCKS = 2
 """Per group and sequence with prefix caching (``mamba_cache_mode`` align): the running state and the one before."""
 
 
+SETTLED_SINCE = (0, 26)
+"""vLLM before freed blocks that left a window when the step was scheduled, and so reckoned with one step in flight."""
+
+
+CHUNKS_SINCE = (0, 13)
+"""From then on layers that attend within chunks give finished chunks back; before they kept all tokens by default."""
+
+
 FEW_MORE = 1.5
 """If the largest kind has less than so many times the layers of the smallest, groups have the size of the largest."""
 
@@ -416,12 +423,14 @@ UNSTATED_POSITIONS = 32_768
 @dataclass(frozen=True)
 class KvGroup:
     """``tables`` block tables alike. ``block_tokens``: tokens per block; ``window``: tokens kept, 0 is all;
-    ``per_sequence``: blocks of a sequence of any length, 0 is by tokens."""
+    ``per_sequence``: blocks of a sequence of any length, 0 is by tokens; ``chunk``: tokens per chunk, of which only the
+    last is kept, 0 is all."""
 
     tables: int
     block_tokens: int
     window: int = 0
     per_sequence: int = 0
+    chunk: int = 0
 
     def held(self, tokens: Ints, processed: Ints) -> Ints:
         """Blocks of sequences with room for ``tokens``, of which ``processed`` are computed for good."""
@@ -430,6 +439,8 @@ class KvGroup:
         blocks = -(-tokens // self.block_tokens)
         if self.window:
             blocks = blocks - np.maximum(processed - self.window + 1, 0) // self.block_tokens
+        if self.chunk:
+            blocks = blocks - processed // self.chunk * self.chunk // self.block_tokens
         return np.asarray(self.tables * blocks, np.int64)
 
     def most(self, tokens: int, in_flight: int) -> int:
@@ -439,6 +450,8 @@ class KvGroup:
         blocks = -(-tokens // self.block_tokens)
         if self.window:
             blocks = min(blocks, -(-min(self.window - 1 + in_flight, tokens) // self.block_tokens) + 1)
+        if self.chunk:
+            blocks = min(blocks, -(-min(self.chunk + in_flight, tokens) // self.block_tokens))
         return self.tables * blocks
 
 
@@ -459,8 +472,8 @@ class KvLayout:
 
     def held(self, tokens: Ints, processed: Ints) -> Ints:
         """Blocks of the pool that sequences hold; see :meth:`KvGroup.held`."""
-        held: Ints = np.add.reduce([group.held(tokens, processed) for group in self.groups])
-        return held
+        blocks: Ints = np.add.reduce([group.held(tokens, processed) for group in self.groups])
+        return blocks
 
     def most(self, tokens: int) -> int:
         """Blocks of the pool that a sequence of ``tokens`` needs at most, which vLLM wants free to admit it."""
@@ -488,25 +501,34 @@ class KvLayout:
         return low
 
 
-def kv_layout(model: ModelGeometry, in_flight: int) -> KvLayout | None:
-    """The groups of a model as it lies on one GPU; None for one group that keeps all tokens."""
+def kv_layout(
+    model: ModelGeometry, in_flight: int, *, chunks: bool = True, state_blocks: int = STATE_BLOCKS
+) -> KvLayout | None:
+    """The groups of a model as it lies on one GPU; None for one group that keeps all tokens.
+
+    ``chunks``: whether layers that attend within chunks keep only the last one; ``state_blocks``: of a state's group
+    and sequence.
+    """
     element = model.kv_dtype_bytes
     kept = [mixer for mixer in model.mixers if mixer.cached or mixer.cached_bytes]
     states = [mixer for mixer in model.mixers if mixer.state_bytes]
-    if not states and not any(mixer.kind == "window" for mixer in kept):
+    if not states and not any(_window(mixer) or (chunks and _chunk(mixer)) for mixer in kept):
         return None
     tokens = _tokens_beside_states(kept, states, element)
-    buckets = [(mixer, tokens * mixer.bytes_per_token(element)) for mixer in _merged(kept)]
+    buckets = [(mixer, tokens * mixer.bytes_per_token(element)) for mixer in _merged(kept, chunks=chunks)]
     page = max((bytes_ for _, bytes_ in buckets), default=0.0)
     page = max(page, *(mixer.state_bytes for mixer in states)) if states else page
     counts = [mixer.layers for mixer, _ in buckets] + [mixer.layers for mixer in states]
     most = max(counts)
     size = most if most < FEW_MORE * min(counts) else min(counts)
     groups = [
-        KvGroup(-(-mixer.layers // size), tokens * (int(page // own) if page % own == 0 else 1), _window(mixer))
+        KvGroup(
+            -(-mixer.layers // size), tokens * (int(page // own) if page % own == 0 else 1), _window(mixer),
+            chunk=_chunk(mixer) if chunks else 0,
+        )
         for mixer, own in buckets
-    ]
-    groups += [KvGroup(-(-mixer.layers // size), tokens, per_sequence=STATE_BLOCKS) for mixer in states]
+    ]  # fmt: skip
+    groups += [KvGroup(-(-mixer.layers // size), tokens, per_sequence=state_blocks) for mixer in states]
     return KvLayout(tuple(groups), int(size * page), model.positions or UNSTATED_POSITIONS, in_flight)
 
 
@@ -514,11 +536,15 @@ def _window(mixer: Mixer) -> int:
     return mixer.window if mixer.kind == "window" else 0
 
 
-def _merged(kept: Iterable[Mixer]) -> list[Mixer]:
+def _chunk(mixer: Mixer) -> int:
+    return mixer.window if mixer.kind == "chunk" else 0
+
+
+def _merged(kept: Iterable[Mixer], *, chunks: bool) -> list[Mixer]:
     """Layers that keep as much as each other, in one way, as one kind."""
-    by_layout: dict[tuple[int, int, int], Mixer] = {}
+    by_layout: dict[tuple[int, int, int, int], Mixer] = {}
     for mixer in kept:
-        key = (_window(mixer), mixer.cached, mixer.cached_bytes)
+        key = (_window(mixer), _chunk(mixer) if chunks else 0, mixer.cached, mixer.cached_bytes)
         before = by_layout.get(key)
         by_layout[key] = mixer if before is None else replace(before, layers=before.layers + mixer.layers)
     return list(by_layout.values())

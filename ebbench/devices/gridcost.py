@@ -20,12 +20,25 @@ class GridCost:
     The grid was measured with one prompt per step. The part that grows with the square of a prompt's length, its
     attention, is removed from ``grid`` and added per prompt (``square_s`` per pair of tokens): 512 tokens in four
     prompts cost less than in one. ``request_s``: cost of a request outside its steps, added for every prompt that a
-    step completes.
+    step completes. ``drafted``: the same of steps whose decodes verify ``drafts`` tokens each, where measured; others
+    lie between the two in proportion to their drafts.
     """
 
     grid: CostGrid
     request_s: float = 0.0
     square_s: float = 0.0
+    drafted: GridCost | None = None
+    drafts: int = 0
+
+    @classmethod
+    def of(cls, calibration: Calibration, request_s: float = 0.0) -> GridCost:
+        """From a calibration written by `ebbench calibrate`, which has a grid."""
+        assert calibration.grid is not None  # measured_calibration requires one
+        measured = cls.measured(calibration.grid, request_s)
+        if not calibration.drafts:
+            return measured
+        plain = measured if calibration.undrafted is None else cls.measured(calibration.undrafted, request_s)
+        return replace(plain, drafted=measured, drafts=calibration.drafts)
 
     @classmethod
     def measured(cls, grid: CostGrid, request_s: float = 0.0) -> GridCost:
@@ -45,8 +58,17 @@ class GridCost:
     def step_s(self, shape: StepShape) -> float:
         """Time (s) of one step; prompts count by their total tokens, decodes by number and mean context.
 
-        A drafted token counts as a decode, with the keys of its sequence divided among them: they are read once.
+        A drafted token counts as a decode, with the keys of its sequence divided among them: they are read once; unless
+        steps with drafts were measured.
         """
+        if self.drafted is not None and shape.draft_tokens:
+            share = shape.draft_tokens / (shape.decode_seqs * self.drafts)
+            plain = shape._replace(draft_tokens=0)
+            without_s = self._step_s(plain)
+            return without_s + share * (self.drafted._step_s(plain) - without_s)
+        return self._step_s(shape)
+
+    def _step_s(self, shape: StepShape) -> float:
         seqs = shape.decode_seqs + shape.draft_tokens
         tokens = squares = 0
         for chunk, before in shape.prefill:
@@ -74,8 +96,12 @@ def _square_s(grid: CostGrid) -> float:
     line = np.polynomial.polynomial.polyfit(tokens, tokens**2, 1)
     bend = tokens**2 - np.polynomial.polynomial.polyval(tokens, line)  # the part of x^2 that no line explains
     square_s = float((bend @ columns).mean() / (bend @ tokens**2))
-    rest = columns - square_s * tokens[:, None] ** 2
-    return square_s if square_s > 0.0 and (rest[0] > 0.0).all() and (np.diff(rest, axis=0) >= 0.0).all() else 0.0
+    without_square = columns - square_s * tokens[:, None] ** 2
+    return (
+        square_s
+        if square_s > 0.0 and (without_square[0] > 0.0).all() and (np.diff(without_square, axis=0) >= 0.0).all()
+        else 0.0
+    )
 
 
 def measured_calibration(path: Path) -> Calibration:

@@ -17,7 +17,7 @@ from ebbench.devices.profiles import DeviceProfile, Link, find_model
 from ebbench.devices.roofline import BANDWIDTH_SHARE, COMPUTE_SHARE
 from ebbench.devices.surfaces import Array, increasing, lower_envelope, without_spikes
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.records.warnings import caveat
+from ebbench.records.warnings import RunWarning, warning
 
 GRAPH_TOKENS = 512  # vLLM captures CUDA graphs up to this many tokens per step; larger steps call collectives eagerly
 
@@ -58,14 +58,14 @@ class Collectives:
         return f"link {self.link} ({self._link.note}): {self._link.bytes_per_s / 1e9:g} GB/s, a formula{self._bounds}"
 
     @property
-    def warnings(self) -> tuple[str, ...]:
+    def warnings(self) -> tuple[RunWarning, ...]:
         """A warning if the times come from another device or from the formula."""
-        of = {"gpus": self.gpus, "device": self.profile.name, "link": self.link}
+        group = {"gpus": self.gpus, "device": self.profile.name, "link": self.link}
         if self.measured:
-            lent = (caveat("collectives-lent", **of, taken_from=self._device),)
+            lent = (warning("collectives-lent", **group, taken_from=self._device),)
             return lent if self.profile.collectives_from else ()
         ring = {"bytes_per_s": self._link.bytes_per_s, "latency_s": self._link.latency_s}
-        return (caveat("collectives-formula", **of, **ring, bounds=self._bounds),)
+        return (warning("collectives-formula", **group, **ring, bounds=self._bounds),)
 
     @property
     def _lower(self) -> list[Collectives]:
@@ -178,7 +178,7 @@ class Shape(NamedTuple):
 
 def expert_times(
     profile: DeviceProfile, model: ModelGeometry, shape: Parallel
-) -> tuple[tuple[Array, Array], tuple[str, ...], tuple[library.Note, ...]]:
+) -> tuple[tuple[Array, Array], tuple[RunWarning, ...], tuple[library.Note, ...]]:
     """(token counts, seconds) of one GPU's experts by the tokens of all GPUs, warnings, what the library gave.
 
     With ``ep`` each GPU computes its own experts for the tokens of all GPUs; otherwise its slice of every expert.
@@ -190,26 +190,26 @@ def expert_times(
     matrices = round(model.expert_params / (model.hidden * model.expert_intermediate))
     wanted = Shape(model.hidden, model.expert_intermediate, model.experts, model.experts_per_token, matrices)
     dtype, parts = model.dtype_of_experts, tp * ep
-    said: tuple[str, ...] = ()
+    caveats: tuple[RunWarning, ...] = ()
     if dtype == MXFP4 and profile.mxfp4_experts:
-        dtype, said = profile.mxfp4_experts, (caveat("mxfp8-activations", device=profile.name),)
+        dtype, caveats = profile.mxfp4_experts, (warning("mxfp8-activations", device=profile.name),)
     if points := _measured(profile.name, wanted, dtype, tp, ep):
-        return points, said, ()
+        return points, caveats, ()
     known = bool(shapes_measured(profile.name, dtype, 1, 1))
     if curve := library.experts(profile, model, dtype, tp, ep, derived=not known):
-        return (curve.points, curve.times), said, ((f"experts of {model.name}", curve.origin),)
+        return (curve.points, curve.times), caveats, ((f"experts of {model.name}", curve.origin),)
     if whole := _measured(profile.name, wanted, dtype, 1, 1):
-        divided = caveat("experts-divided", model=model.name, device=profile.name, gpus=parts)
-        return _divided(*whole, parts), (divided, *said), ()
+        divided = warning("experts-divided", model=model.name, device=profile.name, gpus=parts)
+        return _divided(*whole, parts), (divided, *caveats), ()
     bits = WEIGHT_BITS[model.dtype_of_experts]
     for division in dict.fromkeys(((tp, ep), (1, 1))):
         if near := _nearest(profile.name, wanted, dtype, *division):
             similar, kind = near
             tokens, times = scaled_times(profile, wanted, bits, similar, kind, division)
-            of = {"model": model.name, "experts": str(wanted), "device": profile.name}
+            named = {"model": model.name, "experts": str(wanted), "device": profile.name}
             points = (tokens, times) if division == (tp, ep) else _divided(tokens, times, parts)
-            return points, (caveat("experts-scaled", **of, measured=str(similar)), *said), ()
-    estimated = caveat("experts-roofline", model=model.name, device=profile.name)
+            return points, (warning("experts-scaled", **named, measured=str(similar)), *caveats), ()
+    estimated = warning("experts-roofline", model=model.name, device=profile.name)
     return (_TOKENS, roofline_s(profile, wanted, bits, _TOKENS) / parts), (estimated, *library.hint(profile)), ()
 
 
@@ -303,7 +303,7 @@ class StepArrays(NamedTuple):
     dense: Array
     head: Array
     experts: Array | None
-    warnings: tuple[str, ...]
+    warnings: tuple[RunWarning, ...]
     provenance: str  # of the connection between the GPUs; "" for one GPU
     notes: tuple[library.Note, ...]
 
@@ -416,7 +416,7 @@ class _Joined(NamedTuple):
     unit: Array
     group: Array
     head: Array
-    warnings: tuple[str, ...]
+    warnings: tuple[RunWarning, ...]
     provenance: str
 
 
@@ -451,18 +451,18 @@ def _collectives(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, 
 
 def _all_products(
     profile: DeviceProfile, model: ModelGeometry
-) -> tuple[dict[str, Gemm], tuple[str, ...], tuple[library.Note, ...]] | None:
+) -> tuple[dict[str, Gemm], tuple[RunWarning, ...], tuple[library.Note, ...]] | None:
     """Matrix products by the types of a model's weights, and in 16 bits, with warnings; None without any tables."""
     tables_by_dtype: dict[str, Gemm] = {}
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[RunWarning, ...] = ()
     for dtype in dict.fromkeys((model.dtype_of_attention, model.weight_dtype)):
         tables = _products(profile, dtype)
         if tables is None:
             return None
-        tables_by_dtype[dtype], tables_by_dtype["bfloat16"], said = tables
-        warnings += said
-    taken = {dtype: _gemm_with_origin(profile, dtype)[1] for dtype in tables_by_dtype}
-    notes = tuple((f"products in {dtype}", origin) for dtype, origin in taken.items() if origin is not None)
+        tables_by_dtype[dtype], tables_by_dtype["bfloat16"], caveats = tables
+        warnings += caveats
+    gemms = {dtype: _gemm_with_origin(profile, dtype)[1] for dtype in tables_by_dtype}
+    notes = tuple((f"products in {dtype}", origin) for dtype, origin in gemms.items() if origin is not None)
     return tables_by_dtype, warnings, notes
 
 
@@ -472,7 +472,7 @@ def _gemm_with_origin(profile: DeviceProfile, dtype: str) -> tuple[Gemm | None, 
     return (packaged, None) if packaged is not None else library.products(profile, dtype)
 
 
-def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str, ...]] | None:
+def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[RunWarning, ...]] | None:
     """Matrix products with weights of ``dtype``, the same in 16 bits, and warnings; None without any tables."""
     plain = _gemm_tables(profile.name, "bfloat16") or _gemm_from_layers(profile.name)
     plain = plain or library.products(profile, "bfloat16")[0]
@@ -482,9 +482,9 @@ def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str
         return plain, plain, ()
     gemm, tensor = _gemm_with_origin(profile, dtype)[0], _gemm_with_origin(profile, "fp8")[0]
     if gemm is None and WEIGHT_BITS[dtype] < 8:
-        return _of_fewer_bits(profile, plain, dtype), plain, (caveat("fewer-bits", dtype=dtype, device=profile.name),)
+        return _of_fewer_bits(profile, plain, dtype), plain, (warning("fewer-bits", dtype=dtype, device=profile.name),)
     if gemm is not None and tensor is not None and dtype == "fp8_block":
-        return _without_launch(gemm, tensor), plain, (caveat("fp8-block-launch", device=profile.name),)
+        return _without_launch(gemm, tensor), plain, (warning("fp8-block-launch", device=profile.name),)
     if gemm is not None:
         return gemm, plain, ()
     gemm = tensor
@@ -493,7 +493,7 @@ def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str
             f"no kernels with {dtype} weights were measured on {profile.name}; use the model in 16 bits, or a device "
             "with FP8 tables (h100, h200, b200, b300, l40s, rtx-pro-6000)"
         )
-    return gemm, plain, (caveat("fp8-by-tensor", dtype=dtype, device=profile.name),)
+    return gemm, plain, (warning("fp8-by-tensor", dtype=dtype, device=profile.name),)
 
 
 def _of_fewer_bits(profile: DeviceProfile, plain: Gemm, dtype: str) -> Gemm:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from ebbench.devices.geometry import Mixer, ModelGeometry
 from ebbench.devices.profiles import DeviceProfile
 from ebbench.installation import EXTRAS
+from ebbench.records.warnings import LIBRARY_ABSENT, RunWarning, warning
 
 Array = npt.NDArray[np.float64]
 
@@ -74,21 +75,23 @@ def source(notes: Sequence[Note]) -> str:
     by_origin: dict[str, list[str]] = {}
     for what, origin in notes:
         by_origin.setdefault(origin.text, []).append(what)
-    said = [f"{', '.join(dict.fromkeys(named))} ({text})" for text, named in by_origin.items()]
-    return f"{LABEL} (Apache-2.0): {'; '.join(said)}" if said else ""
+    origins = [f"{', '.join(dict.fromkeys(named))} ({text})" for text, named in by_origin.items()]
+    return f"{LABEL} (Apache-2.0): {'; '.join(origins)}" if origins else ""
 
 
-def warnings(notes: Sequence[Note], device: str) -> tuple[str, ...]:
+def warnings(notes: Sequence[Note], device: str) -> tuple[RunWarning, ...]:
     """Warnings about kernels that were not measured as they are served."""
-    said = (f"{what}: not measured as served on {device}; {origin.text}" for what, origin in notes if not origin.exact)
-    return tuple(dict.fromkeys(said))
+    unlike = [(what, origin.text) for what, origin in notes if not origin.exact]
+    return tuple(
+        warning("not-as-served", what=what, device=device, taken=taken) for what, taken in dict.fromkeys(unlike)
+    )
 
 
-def hint(profile: DeviceProfile) -> tuple[str, ...]:
+def hint(profile: DeviceProfile) -> tuple[RunWarning, ...]:
     """How to get measured times, where the library has this GPU and is not installed."""
     if profile.name not in SYSTEMS or installed():
         return ()
-    return (f"{NAME} may have what was not measured here: {EXTRAS['tables'].command}",)
+    return (warning(LIBRARY_ABSENT, library=NAME, command=EXTRAS["tables"].command),)
 
 
 class Curve(NamedTuple):

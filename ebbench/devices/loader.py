@@ -49,7 +49,7 @@ from ebbench.devices.roofline import RooflineCost, roofline_cost
 from ebbench.devices.surfaces import has_joint_tables
 from ebbench.devices.table import TableCost, table_cost
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.records.warnings import HOST_DOUBTED, HOST_UNFITTED, MIXING_UNMEASURED, Caveat, caveat
+from ebbench.records.warnings import HOST_DOUBTED, HOST_UNFITTED, LIBRARY_ABSENT, MIXING_UNMEASURED, RunWarning, warning
 from ebbench.spec.server import OPTION, HostCosts, Speculative, parse_release
 from vllm_eb.calibration import Calibration
 
@@ -68,62 +68,65 @@ _MANY_SHORT = StepShape((), 512, 512 * 256, 512)
 
 def caveats(
     request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: CostModel, host: HostCosts
-) -> tuple[str, ...]:
+) -> tuple[RunWarning, ...]:
     """Warnings about options without effect, and about what was not measured, not fitted or is simplified.
 
     ``model``: in the types that are served. ``host``: the constants in ``cost``.
     """
-    said = (
+    texts = (
         *_of_model(request, model),
-        *_of_options(request, cost),
+        *_of_options(request, model, cost),
         *_unused_numbers(request, profile, model, cost),
     )
     if isinstance(cost, TableCost | RooflineCost):
-        said += unfitted_host(request, host)
+        texts += unfitted_host(request, host)
     if isinstance(cost, TableCost):
-        said += (
+        texts += (
             *unmeasured_mixing(profile),
             *doubtful_host(profile, cost),
             *_slower_than_16_bits(request, profile, model, cost),
             *_slower_than_half_the_gpus(request, profile, model, cost),
         )
-    return said
+    return texts
 
 
-def _of_model(request: DeviceRequest, model: ModelGeometry) -> tuple[str, ...]:
-    said: tuple[str, ...] = (caveat("model-note", model=model.name, note=model.note),) if model.note else ()
+def _of_model(request: DeviceRequest, model: ModelGeometry) -> tuple[RunWarning, ...]:
+    texts: tuple[RunWarning, ...] = (warning("model-note", model=model.name, note=model.note),) if model.note else ()
     if has_other_shape(model):
-        said += (caveat("other-shape", given=request.model, model=model.name, params=model.params),)
-    return said
+        texts += (warning("other-shape", given=request.model, model=model.name, params=model.params),)
+    return texts
 
 
-def _of_options(request: DeviceRequest, cost: CostModel) -> tuple[str, ...]:
-    eager = (caveat("eager-unknown"),) if request.eager and not isinstance(cost, TableCost) else ()
-    return eager + (_other_kernels(request) if isinstance(cost, TableCost) else ())
+def _of_options(request: DeviceRequest, model: ModelGeometry, cost: CostModel) -> tuple[RunWarning, ...]:
+    eager = (warning("eager-unknown"),) if request.eager and not isinstance(cost, TableCost) else ()
+    return eager + (_other_kernels(request, model) if isinstance(cost, TableCost) else ())
 
 
 _TABLES_SINCE = (0, 19)
 """The oldest vLLM under which kernels of the tables were measured; the newest is 0.24."""
+_PARSES_TEMPLATES = ("0.11", "0.11.0", "0.11.1")
+"""Versions whose API server parses the chat template anew for every request (reports/fidelity/notes/gpustack.md)."""
 
 
-def _other_kernels(request: DeviceRequest) -> tuple[str, ...]:
+def _other_kernels(request: DeviceRequest, model: ModelGeometry) -> tuple[RunWarning, ...]:
     """What of an older vLLM ``--vllm-version`` does not set."""
     version = parse_release(request.vllm_version or "")
     if version is None or version >= _TABLES_SINCE:
         return ()
-    return (caveat("older-vllm", vllm_version=request.vllm_version),)
+    of = {"mxfp4": "mxfp4" in model.dtype_of_experts, "parses_templates": request.vllm_version in _PARSES_TEMPLATES}
+    return (warning("older-vllm", vllm_version=request.vllm_version, **of),)
 
 
-def unfitted_host(request: DeviceRequest, host: HostCosts) -> tuple[str, ...]:
+def unfitted_host(request: DeviceRequest, host: HostCosts) -> tuple[RunWarning, ...]:
     """A warning if the host's constants are a guess; else empty."""
     if host.fitted:
         return ()
-    return (caveat(HOST_UNFITTED, device=request.name, step_s=host.step_s, sequence_s=host.sequence_s),)
+    return (warning(HOST_UNFITTED, device=request.name, step_s=host.step_s, sequence_s=host.sequence_s),)
 
 
 def _unused_numbers(
     request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: CostModel
-) -> tuple[str, ...]:
+) -> tuple[RunWarning, ...]:
     """Numbers in the user's device file that the step times do not depend on, with what they are taken from instead."""
     if not request.name.endswith(".toml"):
         return ()
@@ -143,8 +146,8 @@ def _unused_numbers(
         why = "measured"
     if not unused:
         return ()
-    of = {"file": request.name, "device": profile.name, "published_for": list(profile.calibration_names)}
-    return (caveat("unused-numbers", unused=unused, times=why, model=model.name, **of),)
+    named = {"file": request.name, "device": profile.name, "published_for": list(profile.calibration_names)}
+    return (warning("unused-numbers", unused=unused, times=why, model=model.name, **named),)
 
 
 def _stated(profile: DeviceProfile, names: Sequence[str]) -> list[str]:
@@ -153,14 +156,14 @@ def _stated(profile: DeviceProfile, names: Sequence[str]) -> list[str]:
     return [name for name in names if getattr(profile, name) and getattr(profile, name) != defaults[name].default]
 
 
-def unmeasured_mixing(profile: DeviceProfile) -> tuple[str, ...]:
+def unmeasured_mixing(profile: DeviceProfile) -> tuple[RunWarning, ...]:
     """What stands for the attention of mixed batches, if it was neither measured nor fitted."""
     if profile.mixed_fitted or has_joint_tables(profile.name):
         return ()
-    return (caveat(MIXING_UNMEASURED, device=profile.name, taken=profile.mixed_note),)
+    return (warning(MIXING_UNMEASURED, device=profile.name, taken=profile.mixed_note),)
 
 
-def doubtful_host(profile: DeviceProfile, cost: TableCost) -> tuple[str, ...]:
+def doubtful_host(profile: DeviceProfile, cost: TableCost) -> tuple[RunWarning, ...]:
     """Where the host takes longer than the GPU in steps of many short sequences, and its constant is in doubt."""
     host = cost.host
     host_s = host.step_s + host.sequence_s * _MANY_SHORT.decode_seqs
@@ -168,12 +171,12 @@ def doubtful_host(profile: DeviceProfile, cost: TableCost) -> tuple[str, ...]:
     if not host.doubt or host_s <= gpu_s:
         return ()
     seqs = _MANY_SHORT.decode_seqs
-    return (caveat(HOST_DOUBTED, seqs=seqs, host_s=host_s, gpu_s=gpu_s, device=profile.name, doubt=host.doubt),)
+    return (warning(HOST_DOUBTED, seqs=seqs, host_s=host_s, gpu_s=gpu_s, device=profile.name, doubt=host.doubt),)
 
 
 def _slower_than_16_bits(
     request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: TableCost
-) -> tuple[str, ...]:
+) -> tuple[RunWarning, ...]:
     """A warning if the tables' kernels with FP8 weights are slower than in 16 bits, as no server would run them."""
     if not model.weight_dtype.startswith("fp8"):
         return ()
@@ -181,13 +184,13 @@ def _slower_than_16_bits(
     slow = _slower_steps(request, profile, plain, cost, request.parallel)
     if not slow:
         return ()
-    of = {"quantization": request.quantization, "by_block": model.weight_dtype == "fp8_block"}
-    return (caveat("fp8-slower", device=profile.name, times=slow, **of),)
+    named = {"quantization": request.quantization, "by_block": model.weight_dtype == "fp8_block"}
+    return (warning("fp8-slower", device=profile.name, times=slow, **named),)
 
 
 def _slower_than_half_the_gpus(
     request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: TableCost
-) -> tuple[str, ...]:
+) -> tuple[RunWarning, ...]:
     """A warning if the model also fits on half as many GPUs and a step is faster there, with fewer collectives."""
     whole = request.parallel
     if whole.tp < 2 or whole.dp > 1:
@@ -201,7 +204,7 @@ def _slower_than_half_the_gpus(
     slow = _slower_steps(request, profile, model, cost, half)
     if not slow:
         return ()
-    return (caveat("fewer-gpus-faster", device=profile.name, gpus=whole.tp, fewer=half.tp, times=slow),)
+    return (warning("fewer-gpus-faster", device=profile.name, gpus=whole.tp, fewer=half.tp, times=slow),)
 
 
 def _slower_steps(
@@ -223,7 +226,7 @@ class Built(NamedTuple):
 
     cost: CostModel
     provenance: str
-    warnings: tuple[str, ...]
+    warnings: tuple[RunWarning, ...]
     library: str = ""  # that the kernels' times come from, if it is not the packaged tables
 
     @property
@@ -250,6 +253,7 @@ def load_device(
     vllm_version: str | None = None,
     assume_kernels: bool = False,
     speculative: Speculative | None = None,
+    prefix_caching: bool = True,
 ) -> Device:
     """A GPU serving a model, or one unit of several GPUs. ``cost``: auto (the best available), table, linear or
     roofline.
@@ -258,9 +262,9 @@ def load_device(
     CUDA graphs. ``host`` replaces the profile's constants. ``parallel``: how GPUs share the model. ``quantization`` and
     ``kv_cache_dtype``: vLLM's (fp8). ``kv_tokens``: the KV cache that a server reports, in place of the estimate.
     ``vllm_version``: the version by whose rules the KV cache is sized, None: the default one. ``speculative``: the
-    server drafts tokens. ``assume_kernels``: a roofline stands for kernels that were not measured, with a caveat. The
-    other settings only affect the cache's size, too; None is the profile's value, of ``gpu_memory_utilization`` the
-    version's.
+    server drafts tokens. ``assume_kernels``: a roofline stands for kernels that were not measured, with a caveat.
+    ``prefix_caching``: a sequence keeps two states, without it one. The other settings only affect the cache's size,
+    too; None is the profile's value, of ``gpu_memory_utilization`` the version's.
 
     Raises UnknownNameError for an unknown device, model, cost, link or type, UsageError if the model does not fit, the
     cost model does not exist for this pair, or kernels were not measured and are not to be assumed.
@@ -269,6 +273,7 @@ def load_device(
         DeviceRequest(
             name, model, cost, gpu_memory_utilization, max_num_seqs, max_num_batched_tokens, async_scheduling, eager,
             host, parallel, quantization, kv_cache_dtype, kv_tokens, vllm_version, speculative, assume_kernels,
+            prefix_caching,
         )
     )  # fmt: skip
 
@@ -312,7 +317,9 @@ def load(request: DeviceRequest) -> Device:
     )
     _refuse_unmeasured(request, built)
     calibration = measured or _calibration(built, published, profile.margin_s_per_token)
-    if drafts is not None:
+    if measured is not None and measured.drafts:
+        calibration = _of_drafts_measured(measured, built, 0 if drafts is None else drafts.tokens)
+    elif drafts is not None:
         plain, built = built, _drafting(built, drafts, geometry)
         calibration = _with_drafts(calibration, plain, built, drafts.tokens)
     return Device(
@@ -344,15 +351,15 @@ def _refuse_unmeasured(request: DeviceRequest, built: Built) -> None:
     if request.assume_kernels or request.cost == _ROOFLINE:
         return
     codes = [code for code in _UNMEASURED if code != _ROOFLINE or not request.name.endswith(".toml")]
-    missing = [warning for warning in built.warnings if isinstance(warning, Caveat) and warning.code in codes]
+    missing = [said for said in built.warnings if said.code in codes]
     if not missing:
         return
-    what: str = missing[0]
+    what = str(missing[0])
     if missing[0].code == _ROOFLINE:
         what = (
             f"kernels were not measured on {request.name}, and a roofline by its data sheet is right to a factor only"
         )
-    hint = [f"{warning}, or" for warning in built.warnings if warning in library.hint(find_profile(request.name))]
+    hint = [f"{said}, or" for said in built.warnings if said.code == LIBRARY_ABSENT]
     remedy = " ".join([*hint, "choose a GPU that has them (`ebbench devices list`), or accept the estimate"])
     raise UsageError(
         f"{what}; {remedy} with --assume-kernels (run, capacity, plan, advise, sweep, devices show, serve)"
@@ -366,7 +373,8 @@ def check_drafts(drafts: Speculative, model: ModelGeometry) -> None:
             f"{OPTION}: {model.name} has no layers for multi-token prediction (num_nextn_predict_layers in its "
             "config.json); use method=eagle3 or method=ngram"
         )
-    if model.windows or model.state_bytes:
+    kept_whole = {"chunk"} if drafts.method != "ngram" else set()
+    if model.state_bytes or any(mixer.kind not in kept_whole for mixer in model.windows):
         raise UsageError(
             f"{OPTION}: layers of {model.name} keep a window of tokens or a state, whose KV blocks are not simulated "
             "with drafts; leave it out, or choose a model whose layers keep every token"
@@ -379,12 +387,8 @@ def _drafting(built: Built, drafts: Speculative, model: ModelGeometry) -> Built:
     if rules.layers and isinstance(cost, TableCost | RooflineCost):
         layers = rules.layers
         cost = replace(cost, drafter=Drafter(drafts.tokens, layers, layers / model.layers, rules.head_share))
-    own = f"each of {drafts.tokens} drafting passes as {rules.layers} of its layers and its head"
-    passes = own if cost is not built.cost else "drafting as free"
-    note = (
-        f"steps with drafts are modelled, not measured: {1 + drafts.tokens} tokens per decode through the weights of "
-        f"{model.name}, its keys read once per sequence, {passes}"
-    )
+    layers = rules.layers if cost is not built.cost else 0
+    note = warning("drafts-modelled", tokens=drafts.tokens, model=model.name, layers=layers)
     return Built(cost, built.provenance, (*built.warnings, note))
 
 
@@ -408,6 +412,23 @@ def _with_drafts(calibration: Calibration, plain: Built, drafting: Built, tokens
         grid=cost_grid(drafting.cost, tokens),
         undrafted=cost_grid(drafting.cost),
     )
+
+
+def _of_drafts_measured(measured: Calibration, built: Built, tokens: int) -> Calibration:
+    """The controller's calibration of a server with ``tokens`` drafts by what was measured on one that drafts.
+
+    Raises UsageError for steps without drafts where only those with them were measured.
+    """
+    if tokens == measured.drafts:
+        return measured
+    if measured.undrafted is None:
+        raise UsageError(
+            f"only steps with {measured.drafts} drafted tokens were measured: give {OPTION} with "
+            f"tokens={measured.drafts}, or calibrate with num_speculative_tokens_per_batch_size in --speculative-config"
+        )
+    fitted = fit_calibration(built.cost, measured.source, measured.margin, tokens)
+    undrafted = measured.undrafted if tokens else None
+    return replace(fitted, grid=cost_grid(built.cost, tokens), undrafted=undrafted, drafts=tokens)
 
 
 def resized(device: Device, request: DeviceRequest) -> Device:
@@ -440,8 +461,7 @@ def _measured(profile: DeviceProfile, model: str, geometry: ModelGeometry) -> Ca
 def _grid(profile: DeviceProfile, calibration: Calibration, host: HostCosts | None) -> Built:
     from ebbench.devices.gridcost import GridCost
 
-    assert calibration.grid is not None  # measured_calibration requires one
-    cost = GridCost.measured(calibration.grid, host.request_s if host is not None else 0.0)
+    cost = GridCost.of(calibration, host.request_s if host is not None else 0.0)
     return Built(cost, f"step times measured: {calibration.source or profile.provenance}", ())
 
 
@@ -483,9 +503,9 @@ def _calibration(built: Built, published: Calibration | None, margin: float) -> 
 
 
 def _linear(profile: DeviceProfile, model: ModelGeometry, calibration: Calibration) -> Built:
-    warnings: tuple[str, ...] = (caveat("linear-cost"),)
+    warnings: tuple[RunWarning, ...] = (warning("linear-cost"),)
     if calibration.mixed is None:
-        warnings += (caveat("mixed-cost-unpublished", model=model.name, device=profile.name),)
+        warnings += (warning("mixed-cost-unpublished", model=model.name, device=profile.name),)
     return Built(LinearCost(calibration), f"linear coefficients: {SOURCE}", warnings)
 
 
@@ -495,12 +515,12 @@ def _roofline(profile: DeviceProfile, model: ModelGeometry, host: HostCosts, req
         remedy = "leave out --cost roofline" if chosen else "use a device with kernel tables (`ebbench devices list`)"
         raise UsageError(
             f"{profile.name}: a roofline of {request.parallel.gpus} GPUs as one unit was never checked; "
-            f"{'; '.join([f'{remedy}, or leave tp and ep out of the topology', *library.hint(profile)])}"
+            f"{'; '.join([f'{remedy}, or leave tp and ep out of the topology', *map(str, library.hint(profile))])}"
         )
-    said = caveat("roofline", model=model.name, device=profile.name)
+    estimated = warning("roofline", model=model.name, device=profile.name)
     cost = roofline_cost(profile, model, host, overlap=request.async_scheduling)
     hints = library.hint(profile) if request.cost == "auto" else ()
-    return Built(cost, f"roofline of {profile.gpu}: {profile.provenance}", (said, *hints))
+    return Built(cost, f"roofline of {profile.gpu}: {profile.provenance}", (estimated, *hints))
 
 
 # A unit of several GPUs as a single device: its step times, KV capacity and memory.

@@ -177,8 +177,8 @@ _WINDOW_KEYS = {"window": ("window",), "chunk": ("attention_chunk_size",)}
 _STATE_TYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 INDEX_SCALE_BYTES = 4
 """Per 128 elements of an index, which vLLM keeps in FP8."""
-PACKED_LATENT_BYTES = 656
-"""Of one token of a sparse latent cache in FP8 on Hopper (512 in FP8, 4 scales, 64 in 16 bits)."""
+PACKED_LATENT_BYTES = 528
+"""Of one token of a sparse latent cache in FP8 on Hopper (512 in FP8, 4 scales), beside its rotary part in 16 bits."""
 
 
 def heads_of(v: ConfigValues) -> int:
@@ -241,7 +241,7 @@ def latent(v: ConfigValues, layers: int) -> Mixer:
         window=top,
         latent=rank,
         cached=rank + rope,
-        cached_fp8_bytes=PACKED_LATENT_BYTES if top else 0,
+        cached_fp8_bytes=PACKED_LATENT_BYTES + 2 * rope if top else 0,
         reads=rank + rope,
         products=(
             *to_queries,
@@ -252,19 +252,29 @@ def latent(v: ConfigValues, layers: int) -> Mixer:
     )
 
 
+def gated_latent(v: ConfigValues, layers: int) -> Mixer:
+    """:func:`latent` with an output gate for every element (Hunyuan V4)."""
+    mixer = latent(v, layers)
+    return replace(mixer, products=(*mixer.products, Product(mixer.heads * mixer.value_dim, v.number("hidden_size"))))
+
+
 def index(v: ConfigValues, layers: int) -> Mixer | None:
-    """The index of sparse latent attention (DeepSeek V3.2): keys of one head in FP8; none where layers share one."""
+    """The index of sparse latent attention (DeepSeek V3.2): keys of one head in FP8, or one for each few of them
+    (``index_kpool``); none where layers share one."""
+    every = v.number("index_topk_freq", default=1)
     if not v.number("index_topk", default=0) or v.get("indexer_types") == "shared":
         return None
-    heads, width = v.number("index_n_heads"), v.number("index_head_dim")
+    if v.get("indexer_types") is None and every > 1:
+        raise InputFileError(v.path, "indexer_types is missing: most layers share an index, which ones it would say")
+    heads, width, pooled = v.number("index_n_heads"), v.number("index_head_dim"), v.number("index_kpool", default=1)
     return Mixer(
         "index",
         layers,
         heads=heads,
         kv_heads=1,
         key_dim=width,
-        cached_bytes=width + width // 128 * INDEX_SCALE_BYTES,
-        reads=width // 2,
+        cached_bytes=(width + width // 128 * INDEX_SCALE_BYTES) // pooled,
+        reads=width // 2 // pooled,
         products=(
             Product(heads * width, v.number("q_lora_rank"), WHOLE),
             Product(width + heads, v.number("hidden_size"), WHOLE),
@@ -373,6 +383,7 @@ def kimi_delta(v: ConfigValues, layers: int) -> Mixer:
         v.number("linear_conv_kernel_dim", "short_conv_kernel_size"),
     )
     inner = heads * width
+    v.understood(("gate_lower_bound", "linear_lower_bound"))
     return Mixer(
         "state",
         layers,

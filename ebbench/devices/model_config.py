@@ -107,6 +107,9 @@ _EXPERTS = {
     "first_k_dense_replace": "first_k_dense_replace", "route_every_n": "moe_layer_freq",
 }  # fmt: skip
 _FP8 = "fp8_e4m3"
+_NO_SHAPE = ("expert_parallel", "expert_model_parallel", "num_expert_groups", "num_expert_groups_per_tok", "yarn",
+             "llama_4_scaling")  # fmt: skip
+"""Keys of the whole and of its ``moe`` on which no size depends."""
 
 
 def is_params(raw: Mapping[str, Any]) -> bool:
@@ -125,6 +128,9 @@ def as_config(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
         config["model_type"] = "mixtral"
     if config.get("qk_nope_head_dim"):
         config["model_type"] = "deepseek_v3"
+    config = {key: value for key, value in config.items() if key not in _NO_SHAPE}
+    if isinstance(encoder := config.pop("vision_encoder", None), dict):
+        config["vision_config"] = encoder
     windows = config.get("sliding_window")
     if isinstance(windows, list) and windows:
         kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
@@ -163,7 +169,10 @@ _SUPERSEDED = {
          "attn_layer_offset", "full_attn_idxs", "attn_layer_indices", "block_types", "kda_layers", "full_attn_layers",
          "sparse_attention_freq"),
     ),
-    "mlp_layer_types": ("first_k_dense_replace", "moe_layer_freq", "num_dense_layers"),
+    **dict.fromkeys(
+        ("mlp_layer_types", "is_moe_layer"),
+        ("first_k_dense_replace", "moe_layer_freq", "num_dense_layers", "first_last_k_dense_replace"),
+    ),
     "moe_layers": ("interleave_moe_layer_step",),
 }  # fmt: skip
 """What counts only where a list of the layers is not given."""
@@ -229,12 +238,12 @@ def _geometry(
     v.understood(key for present, keys in _SUPERSEDED.items() if v.has(present) for key in keys)
     layers = _number_of_layers(v)
     kinds = _kinds(v, family, layers)
-    plan = _layers(v, family, kinds, layers)
+    plan = _layers(v, kinds, layers)
     by_layer = _mixers(path, v, family, plan)
     mlps = _mlps(v, family, kinds, layers)
     model = _with_mlps(v, family, _base(path, v, raw, family, by_layer), mlps, plan)
     types = read_types(path, raw, read_modules(model, family.modules, by_layer, mlps, DENSE_MLP))
-    model = _with_types(model, types)
+    model = _with_types(model, types, _encoder_bytes(raw))
     unknown = v.not_understood()
     if unknown and not assume_decoder:
         raise InputFileError(
@@ -295,11 +304,13 @@ def _windowed(v: ConfigValues, kinds: list[str]) -> list[str]:
     return [FULL if kind == WINDOW and unused else kind for kind in kinds]
 
 
-def _layers(v: ConfigValues, family: Family, kinds: list[str], layers: int) -> list[_Layer]:
+def _layers(v: ConfigValues, kinds: list[str], layers: int) -> list[_Layer]:
     """Every layer with its own settings."""
     shared = v.number("num_kv_shared_layers", default=0)
     heads = v.per_layer("num_attention_heads_per_layer", layers)
     index = v.per_layer("indexer_types", layers)
+    if isinstance(pattern := v.get("index_topk_pattern"), str) and len(pattern) == layers:
+        index = ["shared" if letter == "S" else "full" for letter in pattern]
     own = v.by_layer("per_layer_config")
     described = []
     for layer, kind in enumerate(kinds):
@@ -355,6 +366,8 @@ def _with_experts(v: ConfigValues, layers: int) -> list[bool]:
     """
     if (types := v.per_layer("mlp_layer_types", layers)) is not None:
         return [kind not in ("dense", DENSE_MLP) for kind in types]
+    if (flags := v.per_layer("is_moe_layer", layers)) is not None:  # K-EXAONE
+        return [bool(flag) for flag in flags]
     enumerated = v.get("moe_layers_enum")  # Step: numbers in one text
     if isinstance(enumerated, str) and enumerated:
         return [str(layer) in enumerated.replace(" ", "").split(",") for layer in range(layers)]
@@ -415,7 +428,29 @@ def _base(
     return model if set(model.mixers) == set(mixers) else replace(model, own_mixers=mixers)
 
 
-def _with_types(model: ModelGeometry, types: CheckpointTypes) -> ModelGeometry:
+_ENCODER_SIZES = {
+    "layers": ("depth", "num_hidden_layers", "vt_num_hidden_layers", "encoder_layers", "num_layers", "layers"),
+    "hidden": ("embed_dim", "vt_hidden_size", "hidden_size", "d_model", "width"),
+    "inner": ("vt_intermediate_size", "intermediate_size", "encoder_ffn_dim"),
+}
+
+
+def _encoder_bytes(raw: Mapping[str, Any]) -> int:
+    """About the bytes of the weights that read images and sound: four square projections and an MLP per layer."""
+    total = 0
+    for key in ("vision_config", "audio_config"):
+        part = raw.get(key) or {}
+        sizes = {
+            name: next((part[key_given] for key_given in keys if isinstance(part.get(key_given), int)), 0)
+            for name, keys in _ENCODER_SIZES.items()
+        }
+        hidden = sizes["hidden"]
+        gated = any(word in str(part.get("hidden_act")) for word in ("silu", "swi"))
+        total += 2 * sizes["layers"] * hidden * (4 * hidden + (3 if gated else 2) * (sizes["inner"] or 4 * hidden))
+    return total
+
+
+def _with_types(model: ModelGeometry, types: CheckpointTypes, encoder_bytes: int) -> ModelGeometry:
     return replace(
         model,
         weight_dtype=types.mlp,
@@ -423,6 +458,7 @@ def _with_types(model: ModelGeometry, types: CheckpointTypes) -> ModelGeometry:
         expert_dtype=types.experts if model.experts and types.experts != types.mlp else "",
         kv_dtype=types.kv,
         other_bytes=types.other_bytes,
+        encoder_bytes=encoder_bytes,
     )
 
 
@@ -432,7 +468,7 @@ def _with_mlps(
     dense, expert_layers = mlps.count(DENSE_MLP), mlps.count(EXPERTS)
     bare = len(mlps) - dense - expert_layers
     v.understood(family.dense_width)
-    width = _dense_width(v, family, mlps, plan) if dense else 0
+    width = _dense_width(v, family, plan) if dense else 0
     if not expert_layers:
         v.number("num_experts_per_tok", default=0)
         return replace(model, intermediate=width, bare_layers=bare)
@@ -456,7 +492,7 @@ def _with_mlps(
     )
 
 
-def _dense_width(v: ConfigValues, family: Family, mlps: Sequence[str], plan: Sequence[_Layer]) -> int:
+def _dense_width(v: ConfigValues, family: Family, plan: Sequence[_Layer]) -> int:
     """Width of the dense MLPs; their mean where layers differ."""
     width = family.width(v) if family.width else v.number(*family.dense_width)
     if not v.flag("use_double_wide_mlp"):
@@ -510,7 +546,7 @@ def _simplified(raw: Mapping[str, Any], family: Family, model: ModelGeometry) ->
     if family.note:
         yield family.note
     if raw.get("vision_config") or raw.get("audio_config"):
-        yield "only its language model is taken: the encoder's weights and time are left out"
+        yield "only its language model is simulated: the time of its encoder is left out, its weights are estimated"
     chunks = [mixer for mixer in model.mixers if mixer.kind == "chunk"]
     if chunks:
         yield (

@@ -392,7 +392,7 @@ def _shape(model: ModelGeometry) -> str:
 def _profile(profile: DeviceProfile, cost: str, host: HostCosts | None) -> str:
     """The device by its numbers, if it is not a bundled one with the cost model it has by default; else empty."""
     parts = []
-    if not _is_bundled(profile):
+    if profile.name not in list_devices() or _numbers(profile) != _numbers(find_profile(profile.name)):
         rates = f"{profile.bandwidth_bytes_per_s / 1e12:.3g} TB/s, {profile.bf16_flops_per_s / 1e12:.4g} TFLOPS"
         parts.append(f"{rates}, {profile.memory_bytes / 1e9:.4g} GB; {_digest(_numbers(profile))}")
     if cost != "auto":
@@ -400,10 +400,6 @@ def _profile(profile: DeviceProfile, cost: str, host: HostCosts | None) -> str:
     if host is not None:
         parts.append(f"host {_digest(_without_words(asdict(host)))}")
     return ", ".join(parts)
-
-
-def _is_bundled(profile: DeviceProfile) -> bool:
-    return profile.name in list_devices() and _numbers(profile) == _numbers(find_profile(profile.name))
 
 
 def _numbers(profile: DeviceProfile) -> Any:

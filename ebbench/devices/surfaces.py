@@ -16,7 +16,7 @@ from ebbench.devices.library import Rows
 from ebbench.devices.profiles import DeviceProfile
 from ebbench.devices.roofline import BANDWIDTH_SHARE, COMPUTE_SHARE
 from ebbench.errors import UsageError
-from ebbench.records.warnings import caveat
+from ebbench.records.warnings import RunWarning, warning
 
 # Attention time of one layer, from joint tables if they exist, else from pure tables.
 #
@@ -301,7 +301,7 @@ def _ratio(dividend: Array, divisor: Array) -> Array:
     return np.divide(dividend, divisor, out=np.ones_like(dividend), where=divisor > 0)
 
 
-def surfaces(profile: DeviceProfile, mixer: Mixer, kv_dtype: str) -> tuple[Surfaces, tuple[str, ...]] | None:
+def surfaces(profile: DeviceProfile, mixer: Mixer, kv_dtype: str) -> tuple[Surfaces, tuple[RunWarning, ...]] | None:
     """The best surfaces for a device and layers with grouped keys, with warnings; None if the device has no attention
     tables.
 
@@ -324,7 +324,7 @@ def surfaces(profile: DeviceProfile, mixer: Mixer, kv_dtype: str) -> tuple[Surfa
 
 def _own_surfaces(
     device: str, wanted: Heads, kv_dtype: str, bandwidth: float
-) -> tuple[Surfaces, tuple[str, ...]] | None:
+) -> tuple[Surfaces, tuple[RunWarning, ...]] | None:
     """Measured surfaces, interpolated between two numbers of query heads, or scaled from the nearest geometry with a
     warning."""
     joint = has_joint_tables(device)
@@ -335,7 +335,7 @@ def _own_surfaces(
     same_keys = sorted(g for g in available if g[1:] == wanted[1:])
     below = [g for g in same_keys if g[0] < wanted[0]]
     above = [g for g in same_keys if g[0] > wanted[0]]
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[RunWarning, ...] = ()
     if wanted in available:
         measured = _load(device, wanted, kv, bandwidth)
     elif below and above:
@@ -351,7 +351,7 @@ def _own_surfaces(
 
 def _from_nearest(
     device: str, wanted: Heads, available: list[Heads], kv: str, bandwidth: float
-) -> tuple[Surfaces, tuple[str, ...]]:
+) -> tuple[Surfaces, tuple[RunWarning, ...]]:
     """The nearest geometry, scaled by the pure tables of both, or without those by heads."""
     nearest = min(available, key=lambda g: _distance(g, wanted))
     near = _load(device, nearest, kv, bandwidth)
@@ -362,7 +362,7 @@ def _from_nearest(
     queries = wanted[0] * wanted[2] / (nearest[0] * nearest[2])
     keys = wanted[1] * wanted[2] / (nearest[1] * nearest[2])
     return near.scaled(queries, keys), (
-        caveat("attention-scaled", wanted=[*wanted], device=device, nearest=[*nearest]),
+        warning("attention-scaled", wanted=[*wanted], device=device, nearest=[*nearest]),
     )
 
 
@@ -639,7 +639,7 @@ def estimated_surfaces(profile: DeviceProfile, mixer: Mixer, element_bytes: floa
     return Surfaces(alone, context, prompt, context, decode + LAUNCHES_S, increment.copy())
 
 
-def not_measured(mixer: Mixer, layers: int, device: str) -> str:
+def not_measured(mixer: Mixer, layers: int, device: str) -> RunWarning:
     """A warning that the times of a kind of layer are an estimate, with its direction."""
     what = KINDS_IN_WORDS[mixer.kind]
-    return caveat("layers-estimated", estimated=mixer.layers, layers=layers, what=what, device=device)
+    return warning("layers-estimated", estimated=mixer.layers, layers=layers, what=what, device=device)

@@ -21,6 +21,7 @@ from ebbench.devices.surfaces import (
     not_measured,
     surfaces,
 )
+from ebbench.records.warnings import RunWarning
 from ebbench.spec.server import HostCosts
 
 # Time to launch one layer's kernels from Python, without CUDA graphs and compilation: the minimum of the iteration
@@ -134,7 +135,7 @@ class TableBuilt(NamedTuple):
 
     cost: TableCost
     provenance: str
-    warnings: tuple[str, ...]
+    warnings: tuple[RunWarning, ...]
     library: str
 
 
@@ -163,7 +164,8 @@ def table_cost(
     )
     notes = (*arrays.notes, *mixing.notes)
     parts = (
-        _provenance(profile, model, host), arrays.provenance, library.source(notes), _eager(cost) if eager else "",
+        _provenance(profile, model, host), arrays.provenance, library.source(notes),
+        f"eager mode: a step's kernels take at least {cost.launch_s * 1e3:.1f} ms to launch" if eager else "",
     )  # fmt: skip
     warnings = (*arrays.warnings, *mixing.warnings, *library.warnings(notes, profile.name))
     return TableBuilt(
@@ -180,7 +182,7 @@ class _Mixing(NamedTuple):
 
     layers: tuple[tuple[int, AttentionTables], ...]
     whole: frozenset[str]
-    warnings: tuple[str, ...]
+    warnings: tuple[RunWarning, ...]
     notes: tuple[library.Note, ...]
 
 
@@ -188,7 +190,7 @@ def _mixing(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, host:
     """Every kind of layer; None if the device has no attention tables."""
     part = model.sliced(shape.tp)
     layers: list[tuple[int, AttentionTables]] = []
-    warnings: list[str] = []
+    warnings: list[RunWarning] = []
     notes: list[library.Note] = []
     whole: set[str] = set()
     kinds = sorted(zip(model.mixers, part.mixers, strict=True), key=lambda pair: pair[1].kind == "index")
@@ -215,10 +217,6 @@ def _mixing(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, host:
         window = 0 if rows is not None and rows.module else mixer.window
         layers.append((mixer.layers, raw.tables(host.mixed_excess, window)))
     return _Mixing(tuple(layers), frozenset(whole), tuple(dict.fromkeys(warnings)), tuple(notes))
-
-
-def _eager(cost: TableCost) -> str:
-    return f"eager mode: a step's kernels take at least {cost.launch_s * 1e3:.1f} ms to launch"
 
 
 def _types(model: ModelGeometry) -> str:

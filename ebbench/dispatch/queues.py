@@ -51,10 +51,10 @@ class CycleQueue:
     def add(self, request: DispatchRequest, now_ns: int = 0) -> None:
         """Add a request that no cycle has tried yet."""
         self._order += 1
-        held = QueuedRequest(-request.tokens if self._longest_first else 0, self._order, request, now_ns)
-        self._held[request.key] = held
+        queued = QueuedRequest(-request.tokens if self._longest_first else 0, self._order, request, now_ns)
+        self._held[request.key] = queued
         self.tokens += request.tokens
-        heapq.heappush(self._new, held)
+        heapq.heappush(self._new, queued)
 
     def pop(self) -> QueuedRequest:
         """Remove and return the next request. Raises IndexError if the queue is empty."""
@@ -63,10 +63,10 @@ class CycleQueue:
             return self._remove(aged)
         for heap in (self._pending, self._new):
             while heap:
-                held = heapq.heappop(heap)
-                if self._held.get(held.request.key) is held:  # otherwise it was withdrawn
-                    self._remove(held.request.key)
-                    return held
+                queued = heapq.heappop(heap)
+                if self._held.get(queued.request.key) is queued:  # otherwise it was withdrawn
+                    self._remove(queued.request.key)
+                    return queued
         raise IndexError("the queue is empty")
 
     def oldest(self, count: int) -> list[QueuedRequest]:
@@ -75,7 +75,7 @@ class CycleQueue:
 
     def drain(self) -> list[DispatchRequest]:
         """Remove and return all requests, in order of arrival."""
-        requests = [held.request for held in self._held.values()]
+        requests = [queued.request for queued in self._held.values()]
         self._held.clear()
         self._new.clear()
         self._pending.clear()
@@ -85,11 +85,11 @@ class CycleQueue:
 
     def put_back(self, popped: Iterable[QueuedRequest]) -> None:
         """Put back requests that were popped and fit nowhere; they count as pending."""
-        for held in popped:
-            self._tried.add(held.request.key)
-            self._held[held.request.key] = held
-            self.tokens += held.request.tokens
-            heapq.heappush(self._new, held)
+        for queued in popped:
+            self._tried.add(queued.request.key)
+            self._held[queued.request.key] = queued
+            self.tokens += queued.request.tokens
+            heapq.heappush(self._new, queued)
 
     def withdraw(self, key: int) -> None:
         """Remove a request."""
@@ -99,14 +99,14 @@ class CycleQueue:
     def end_cycle(self, *, count: bool) -> None:
         """Mark all remaining requests as pending; ``count`` counts the cycle against their limit."""
         self._cycle += count
-        for held in self._new:
-            key = held.request.key
-            if self._held.get(key) is held:
-                heapq.heappush(self._pending, held)
+        for queued in self._new:
+            key = queued.request.key
+            if self._held.get(key) is queued:
+                heapq.heappush(self._pending, queued)
                 self._joined.setdefault(key, self._cycle - count)
         self._new = []
         if len(self._pending) > 2 * len(self._held) + MAX_STALE_ENTRIES:  # most of it was withdrawn
-            self._pending = [held for held in self._pending if self._held.get(held.request.key) is held]
+            self._pending = [queued for queued in self._pending if self._held.get(queued.request.key) is queued]
             heapq.heapify(self._pending)
         self._tried.clear()
         self._drop_withdrawn()
@@ -134,9 +134,9 @@ class CycleQueue:
         return None
 
     def _remove(self, key: int) -> QueuedRequest:
-        held = self._held.pop(key)
-        self.tokens -= held.request.tokens
-        return held
+        queued = self._held.pop(key)
+        self.tokens -= queued.request.tokens
+        return queued
 
     def _drop_withdrawn(self) -> None:
         while self._joined:
@@ -191,7 +191,7 @@ class _Filled(NamedTuple):
 
 
 def candidates(
-    held: Sequence[tuple[DispatchRequest, int]],
+    queued: Sequence[tuple[DispatchRequest, int]],
     now_ns: int,
     mean_pass_ns: float,
     token_worth: float,
@@ -199,7 +199,7 @@ def candidates(
 ) -> list[WaitingRequest]:
     """Candidates from (request, arrival time in ns), oldest first; the first may be urgent."""
     waiting = []
-    for order, (request, since_ns) in enumerate(held):
+    for order, (request, since_ns) in enumerate(queued):
         waited = (now_ns - since_ns) / mean_pass_ns
         tokens = max(1, request.tokens)
         urgent = order == 0 and patience is not None and waited > patience

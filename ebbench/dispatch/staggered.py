@@ -125,12 +125,12 @@ class BatchBuilder:
         self, backlog: dict[int, int], now_ns: int, mean_pass_ns: float, overhead_tokens: float, only_if_gain: bool
     ) -> list[Order]:
         """The pass with the highest value per time, built from the oldest requests."""
-        held = self._queue.oldest(CANDIDATES_A_UNIT * len(backlog))
+        oldest = self._queue.oldest(CANDIDATES_A_UNIT * len(backlog))
         # A token is worth as much as a request of mean length, times the square of the number of waiting batches.
         token_worth = self.full_batches**2 * len(self._queue) / max(1, self._queue.tokens)
         chosen = choose_pass(
             candidates(
-                [(h.request, h.since_ns) for h in held], now_ns, mean_pass_ns, token_worth, self._settings.patience
+                [(h.request, h.since_ns) for h in oldest], now_ns, mean_pass_ns, token_worth, self._settings.patience
             ),
             backlog,
             PassModel(self._settings.chunk_tokens, overhead_tokens, token_worth, self._overdraw()),
@@ -148,12 +148,12 @@ class BatchBuilder:
         orders: list[Order] = []
         passed_over: list[QueuedRequest] = []
         while self._queue and not packing.full and len(passed_over) < MISFITS:
-            held = self._queue.pop()
-            unit = packing.place(held.request)
+            queued = self._queue.pop()
+            unit = packing.place(queued.request)
             if unit is None:
-                passed_over.append(held)
+                passed_over.append(queued)
             else:
-                orders.append(self._send(held.request, unit))
+                orders.append(self._send(queued.request, unit))
         self._queue.put_back(passed_over)
         return orders
 

@@ -67,21 +67,19 @@ class EngineResult:
     ``invalid``: reasons that make the run INVALID and that only the engine knows. ``facts`` are added to the plan's.
     ``server_metrics``: samples of the server's metrics page, if it has one. ``device``: the device of one instance, if
     that is a unit of several GPUs instead of the given single GPU. ``step_parts``: the steps of a long run in parts, to
-    be stored one after the other; ``steps`` is then empty. ``about_server``: warnings that figures measured on a server
-    are not of what was asked for.
+    be stored one after the other; ``steps`` is then empty.
     """
 
     requests: pa.Table
     steps: pa.Table
     decisions: pa.Table
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[RunWarning, ...] = ()
     interrupted: bool = False
-    invalid: tuple[str, ...] = ()
+    invalid: tuple[RunWarning, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     server_metrics: pa.Table | None = None
     device: Device | None = None
     step_parts: StepTableParts | None = None
-    about_server: tuple[RunWarning, ...] = ()
 
     def uninterrupted(self) -> EngineResult:
         """This result, for callers that can do nothing with a part. Raises KeyboardInterrupt if it is one."""

@@ -14,7 +14,7 @@ from ebbench.config.topology import TopologySpec
 from ebbench.devices.base import Device
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
-from ebbench.records.warnings import RunWarning, caveat, warning
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.server import OFF, EngineOptions
 from vllm_eb.policy import PolicySpec, least_seqs, least_tokens
 
@@ -173,7 +173,7 @@ def stated_limits(options: EngineOptions) -> list[RunWarning]:
     return [warning("stated-limits", given=given)] if given else []
 
 
-IMAGES_AS_TOKENS = caveat("images-as-tokens")
+IMAGES_AS_TOKENS = warning("images-as-tokens")
 
 
 def refuse_unsimulated(plan: Plan, engine: str) -> None:
@@ -195,7 +195,7 @@ def unverified_priorities(plan: Plan) -> list[RunWarning]:
     return [warning("priorities-unverified")] if _uses(plan, "priority") else []
 
 
-def plan_notes(plan: Plan) -> tuple[str, ...]:
+def plan_notes(plan: Plan) -> tuple[RunWarning, ...]:
     """Warnings about what of a plan is not simulated."""
     return (IMAGES_AS_TOKENS,) if _uses(plan, "image_tokens") else ()
 
@@ -205,18 +205,18 @@ def _uses(plan: Plan, column: str) -> bool:
     return column in plan.table.column_names and plan.table[column].null_count < len(plan)
 
 
-def start_notes(device: Device, options: EngineOptions) -> tuple[str, ...]:
+def start_notes(device: Device, options: EngineOptions) -> tuple[RunWarning, ...]:
     """Warnings where vLLM would refuse to start with these options, though the plan's requests fit."""
     return (*_beyond_positions(device, options), *_beyond_capacity(device, options))
 
 
-def rank_notes(policy: PolicySpec, ranks: int) -> tuple[str, ...]:
+def rank_notes(policy: PolicySpec, ranks: int) -> tuple[RunWarning, ...]:
     """What an instance of ``ranks`` data-parallel ranks needs at its start so that they refill together."""
     if ranks == 1 or not policy.aligns_ranks:
         return ()
     from vllm_eb.strategy import LONGEST_PERIOD
 
-    return (caveat("count-passes", ranks=ranks, interval=LONGEST_PERIOD),)
+    return (warning("count-passes", ranks=ranks, interval=LONGEST_PERIOD),)
 
 
 def _positions(device: Device) -> int:
@@ -229,34 +229,48 @@ def _default_limit(device: Device, options: EngineOptions) -> int:
     return _positions(device) if options.max_model_len == EngineOptions.max_model_len else 0
 
 
-def _beyond_positions(device: Device, options: EngineOptions) -> tuple[str, ...]:
+def _beyond_positions(device: Device, options: EngineOptions) -> tuple[RunWarning, ...]:
     limit = _positions(device)
     if not limit or _default_limit(device, options) or options.max_model_len <= limit:
         return ()
-    return (caveat("beyond-positions", max_model_len=options.max_model_len, positions=limit, model=device.model),)
+    return (warning("beyond-positions", max_model_len=options.max_model_len, positions=limit, model=device.model),)
 
 
-def _beyond_capacity(device: Device, options: EngineOptions) -> tuple[str, ...]:
+def _beyond_capacity(device: Device, options: EngineOptions) -> tuple[RunWarning, ...]:
     """With a given number of blocks the device is not the limit."""
     if device.geometry is None or options.num_kv_blocks is not None:
         return ()
     capacity = longest_sequence(device, options)
     if capacity >= options.max_model_len:
         return ()
-    of = {"model": device.model, "device": device.name, "capacity_tokens": capacity}
-    return (caveat("beyond-capacity", max_model_len=options.max_model_len, **of),)
+    named = {"model": device.model, "device": device.name, "capacity_tokens": capacity}
+    return (warning("beyond-capacity", max_model_len=options.max_model_len, **named),)
 
 
 def num_kv_blocks(device: Device, options: EngineOptions) -> int:
-    """Number of KV blocks of an instance: as given, or from the device's capacity."""
-    if options.num_kv_blocks:
-        return options.num_kv_blocks
+    """Number of KV blocks of an instance: as given, or from the device's capacity.
+
+    Raises UsageError for more than the GPU's memory of a pool whose blocks are not of 16 tokens of every layer.
+    """
     layout = device.kv_layout
+    if options.num_kv_blocks:
+        if layout is not None and device.profile is not None:
+            _check_pool(options.num_kv_blocks * layout.block_bytes, device.profile.memory_bytes, device.model, options)
+        return options.num_kv_blocks
     return (
         device.kv_capacity_tokens // options.block_size
         if layout is None
         else layout.blocks_of(device.kv_capacity_tokens)
     )
+
+
+def _check_pool(pool_bytes: int, memory_bytes: int, model: str, options: EngineOptions) -> None:
+    if pool_bytes > memory_bytes:
+        raise UsageError(
+            f"--num-kv-blocks {options.num_kv_blocks} would take {pool_bytes / 1e9:,.0f} GB of "
+            f"{memory_bytes / 1e9:,.0f}: layers of {model} keep a window or a state, so its "
+            "blocks are not of 16 tokens; give the number of blocks in its pool, as `ebbench devices show` prints it"
+        )
 
 
 def longest_sequence(device: Device, options: EngineOptions) -> int:

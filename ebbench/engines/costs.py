@@ -6,20 +6,24 @@ only if the user names it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ebbench.devices.base import QUANTIZATIONS, Device
-from ebbench.engines.vllm_command import parse_parallel, parse_types
+from ebbench.engines.vllm_command import Emulation, Serving, hub_name, parse_parallel, parse_types
 from ebbench.errors import InputFileError, UsageError
 from ebbench.foreign.documents import read_text
-from ebbench.records.warnings import caveat
-from ebbench.spec.server import EngineOptions
+from ebbench.records.warnings import warning
+from ebbench.spec.server import METHODS, MOST_TOKENS, EngineOptions, Speculative, served_drafts
 from vllm_eb.calibration import Calibration, CalibrationError, calibration_from_json
 from vllm_eb.config import needs_calibration
-from vllm_eb.policy import PolicySpec
+from vllm_eb.policy import PolicySpec, parse_policy
+
+BY_BATCH = "num_speculative_tokens_per_batch_size"
+"""Entry of vLLM's speculative_config with which it is prepared for draft lengths that change."""
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -28,6 +32,39 @@ def read_calibration(path: Path) -> Calibration:
         return calibration_from_json(read_text(path))
     except CalibrationError as error:
         raise InputFileError(path, str(error)) from None
+
+
+def serving_of(
+    model: str, policy: str, vllm_options: Sequence[str], *, device: str | None, device_model: str | None,
+    calibration: Path | None, assume_kernels: bool, emulate: str | None, slow_motion: float,
+) -> Serving:  # fmt: skip
+    """What ``ebbench serve`` serves, with the costs that its policy needs. Raises UsageError.
+
+    ``device``: whose costs the policy computes with; ``emulate``: a GPU to emulate, whose profile calls the model
+    ``device_model``.
+    """
+    if emulate is None and slow_motion != 1.0:
+        raise UsageError("--slow-motion slows an emulated device; give --emulate GPU")
+    if emulate is not None and not parse_parallel(vllm_options).single:
+        raise UsageError("--emulate emulates one GPU; leave out the options of several after --")
+    if emulate is not None and parse_types(vllm_options):
+        raise UsageError(
+            "--emulate emulates a model in the types of its config.json; leave out --quantization and --kv-cache-dtype "
+            "after --, or give them to `ebbench run --engine emulated`"
+        )
+    spec, profiled = parse_policy(policy), device_model or model
+    emulation = Emulation(emulate or "", profiled, slow_motion, assume_kernels=assume_kernels)
+    costs = serving_costs(
+        [spec], calibration=calibration, device=device or emulate, model=profiled, vllm_options=vllm_options,
+        assume_kernels=assume_kernels,
+    )  # fmt: skip
+    return Serving(
+        model=model if Path(model).exists() else hub_name(model),
+        policy=spec,
+        calibration=costs,
+        extra=vllm_options,
+        emulation=None if emulate is None else emulation,
+    )
 
 
 def serving_costs(
@@ -47,7 +84,7 @@ def serving_costs(
     None if no policy uses costs. Raises UsageError that says what to do if a policy needs costs and there are none.
     """
     if calibration is not None:
-        return read_calibration(calibration)
+        return _fitting(read_calibration(calibration), calibration, policies, vllm_options)
     needing = [spec.name for spec in policies if needs_calibration(spec)]
     if not needing:
         return None
@@ -62,8 +99,69 @@ def serving_costs(
             "calibration/calibration.json, or name a GPU like it with --device; v1, v0, deferred and a fixed k or "
             "theta need no costs"
         )
-    how = {"assume_kernels": assume_kernels} | _how(options, vllm_options)
-    return load_device(profile, model, parallel=parse_parallel(vllm_options), **how).calibration
+    settings = {"assume_kernels": assume_kernels} | _how(options, vllm_options)
+    drafts, parallel = _drafts(policies, model, vllm_options), parse_parallel(vllm_options)
+    return load_device(profile, model, parallel=parallel, speculative=drafts, **settings).calibration
+
+
+def _drafts(policies: Sequence[PolicySpec], model: str, vllm_options: Sequence[str]) -> Speculative | None:
+    """How the server drafts tokens, as a profile prices it; None: not at all, or in a way that it does not price.
+
+    Raises UsageError for a policy that sets how many are drafted where the server drafts none or as many in any batch,
+    or where their price is not known.
+    """
+    from ebbench.devices.profiles import find_model
+
+    _check_varying(policies, vllm_options)
+    config = served_drafts(vllm_options)
+    method, tokens = (
+        str(config.get("method", config.get("model", ""))).strip("[]"),
+        config.get("num_speculative_tokens"),
+    )
+    method = "mtp" if method.endswith("mtp") else method
+    geometry = find_model(model)
+    priced = method in METHODS and not (geometry.windows or geometry.state_bytes)
+    if priced and isinstance(tokens, int) and 1 <= tokens <= MOST_TOKENS and (method != "mtp" or geometry.mtp_layers):
+        return Speculative(method, tokens, (0.0,) * tokens)  # what is accepted costs nothing
+    if varying := [spec.name for spec in policies if spec.varies_drafts]:
+        raise UsageError(
+            f"policy {varying[0]}: what drafts by {method} cost {geometry.name} is not in the profile; measure it with "
+            f"`ebbench calibrate --model {model} -- --speculative-config ...` and give --calibration"
+        )
+    return None
+
+
+def _check_varying(policies: Sequence[PolicySpec], vllm_options: Sequence[str]) -> None:
+    """Raise UsageError for a policy that varies the drafts of a server that is not prepared for it."""
+    config, varying = served_drafts(vllm_options), [spec.name for spec in policies if spec.varies_drafts]
+    if not varying or BY_BATCH in config:
+        return
+    most = config.get("num_speculative_tokens", 3)
+    given = {"method": "ngram", "num_speculative_tokens": most, **config, BY_BATCH: [[1, 1, most]]}
+    why = "drafts no tokens" if not config else "would draft as many tokens in any batch"
+    raise UsageError(
+        f"policy {varying[0]}: the server {why}; end the command with: -- --speculative-config '{json.dumps(given)}'"
+    )
+
+
+def _fitting(
+    calibration: Calibration, path: Path, policies: Sequence[PolicySpec], vllm_options: Sequence[str]
+) -> Calibration:
+    """The calibration of a file. Raises UsageError if a policy varies drafts and it does not tell what they cost."""
+    _check_varying(policies, vllm_options)
+    varying = [spec.name for spec in policies if spec.varies_drafts]
+    tokens = served_drafts(vllm_options).get("num_speculative_tokens", 0)
+    if calibration.drafts and tokens != calibration.drafts:
+        raise UsageError(
+            f"{path} was measured with {calibration.drafts} drafted tokens, and this server drafts {tokens}; "
+            "measure it as it is served"
+        )
+    if varying and calibration.undrafted is None:
+        raise UsageError(
+            f"policy {varying[0]} needs step times with drafts and without them, and {path} was measured without: "
+            "measure again with `ebbench calibrate ... -- --speculative-config ...`"
+        )
+    return calibration
 
 
 def _how(options: EngineOptions | None, vllm_options: Sequence[str]) -> dict[str, Any]:
@@ -113,15 +211,15 @@ def local_hardware(
         policies, options, calibration=calibration, device=device, model=model, vllm_options=vllm_options
     )
     profile = local_device()
-    here = None if profile is None else _profiled(profile, model, options, vllm_options)
-    if here is None:
-        here = replace(unknown_device(machine_name(), model), provenance="this machine, measured")
+    own_device = None if profile is None else _profiled(profile, model, options, vllm_options)
+    if own_device is None:
+        own_device = replace(unknown_device(machine_name(), model), provenance="this machine, measured")
     if costs is None:
-        return here
-    warnings = here.warnings
-    if calibration is None and device is not None and (named := find_profile(device).name) != here.name:
-        warnings += (caveat("costs-of-another-device", costs_of=named, device=here.name),)
-    return replace(here, calibration=costs, costs_known=True, warnings=warnings)
+        return own_device
+    warnings = own_device.warnings
+    if calibration is None and device is not None and (named := find_profile(device).name) != own_device.name:
+        warnings += (warning("costs-of-another-device", costs_of=named, device=own_device.name),)
+    return replace(own_device, calibration=costs, costs_known=True, warnings=warnings)
 
 
 def _profiled(profile: str, model: str, options: EngineOptions, vllm_options: Sequence[str]) -> Device | None:
@@ -132,8 +230,8 @@ def _profiled(profile: str, model: str, options: EngineOptions, vllm_options: Se
     from ebbench.devices.loader import load_device
 
     try:
-        how = _how(options, vllm_options) | {"assume_kernels": True}  # its step times are not used
-        device = load_device(profile, model, parallel=parse_parallel(vllm_options), **how)
+        settings = _how(options, vllm_options) | {"assume_kernels": True}  # its step times are not used
+        device = load_device(profile, model, parallel=parse_parallel(vllm_options), **settings)
         return replace(device, kv_capacity_tokens=0)
     except UsageError:
         return None

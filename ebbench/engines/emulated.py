@@ -467,9 +467,9 @@ class _EmulatedRun:
         """Advance the clock to the next event outside the engine."""
         event_ns = self._clients.next_event_ns()
         if event_ns is None:
-            left = len(self._plan) - self._completed - self._clients.lost
+            unfinished = len(self._plan) - self._completed - self._clients.lost
             raise RunError(
-                f"the engine is stuck at {self._clock.now_s():.3f} s of engine time with {left} "
+                f"the engine is stuck at {self._clock.now_s():.3f} s of engine time with {unfinished} "
                 "requests unfinished: nothing runs and nothing can be admitted"
             )
         self._clock.now_ns = max(self._clock.now_ns, event_ns)

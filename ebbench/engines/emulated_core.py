@@ -25,7 +25,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import core as engine_core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
@@ -237,7 +237,7 @@ class DraftReader(StepReader):
         )
 
 
-def _specs_of(layout: KvLayout) -> Iterator[FullAttentionSpec | SlidingWindowSpec]:
+def _specs_of(layout: KvLayout) -> Iterator[AttentionSpec]:
     """One layer per block table, whose blocks have the same bytes. Raises UsageError for a state per sequence."""
     largest = max(group.block_tokens for group in layout.groups)
     for group in layout.groups:
@@ -249,6 +249,10 @@ def _specs_of(layout: KvLayout) -> Iterator[FullAttentionSpec | SlidingWindowSpe
         for _ in range(group.tables):
             if group.window:
                 yield SlidingWindowSpec(block_size=group.block_tokens, sliding_window=group.window, **width)
+            elif group.chunk:
+                yield ChunkedLocalAttentionSpec(
+                    block_size=group.block_tokens, attention_chunk_size=group.chunk, **width
+                )
             else:
                 yield FullAttentionSpec(block_size=group.block_tokens, **width)
 
@@ -280,7 +284,7 @@ class StandInExecutor(Executor):  # type: ignore[misc]
         """Bytes; more than enough, since num_gpu_blocks_override sets the number of blocks."""
         return [1 << 44]
 
-    def get_kv_cache_specs(self) -> list[dict[str, FullAttentionSpec | SlidingWindowSpec]]:
+    def get_kv_cache_specs(self) -> list[dict[str, AttentionSpec]]:
         """One layer per block table: the scheduler uses only block sizes, windows and the number of blocks."""
         if self.layout is not None:
             return [{f"emulated.{number}": spec for number, spec in enumerate(_specs_of(self.layout))}]

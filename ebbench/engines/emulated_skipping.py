@@ -77,7 +77,7 @@ def _shorten_publishing(coordinator: Any, group: Any) -> None:
 
 
 def _shorten_growth(manager: Any, group: Any) -> None:
-    allocate, block_size, held = manager.allocate_slots, group.block_size, group.req_to_blocks
+    allocate, block_size, blocks_by_request = manager.allocate_slots, group.block_size, group.req_to_blocks
     nothing = manager.create_kv_cache_blocks(([],))
     publish = manager.coordinator.cache_blocks
     caching = manager.enable_caching
@@ -85,7 +85,7 @@ def _shorten_growth(manager: Any, group: Any) -> None:
     def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         if num_new_tokens == 1 and not args and "new_computed_blocks" not in kwargs:
             tokens = request.num_computed_tokens + 1
-            if tokens <= len(held[request.request_id]) * block_size:
+            if tokens <= len(blocks_by_request[request.request_id]) * block_size:
                 if caching:
                     publish(request, min(tokens, request.num_tokens))
                 return nothing

@@ -90,7 +90,6 @@ class EndpointEngine(SendingEngine):
             steps=STEPS.empty_table(),
             decisions=DECISIONS.empty_table(),
             warnings=done.warnings,
-            about_server=done.about_server,
             interrupted=done.interrupted,
             invalid=done.invalid,
             facts={**done.facts, "server_machine": machine_behind(str(done.facts["server"]))},

@@ -286,8 +286,6 @@ def with_cluster(engine: Engine, cluster: ClusterOptions, scenario: str | None) 
     A scenario file may contain a topology; a given one takes precedence. Raises UsageError.
     """
     spec, replicas = resolve_topology(cluster.topology, scenario, cluster.link), cluster.replicas
-    if replicas is not None and replicas < 1:
-        raise UsageError(f"--replicas must be at least 1, not {replicas}")
     if spec is None and replicas is None:
         if cluster.dispatch or cluster.decode_dispatch:
             raise UsageError(

@@ -33,7 +33,7 @@ from ebbench.process.interpreter import collector_paused
 from ebbench.process.termination import interruptible
 from ebbench.records.plan import Plan
 from ebbench.records.schema import STEPS
-from ebbench.records.warnings import caveat
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.simulation.api_server import QueueLimits
 from ebbench.simulation.engine import Unit
 from ebbench.simulation.kv import CachingKv, CountingKv, IdentityNeeded, LaidOutKv, StreamKv, streams_take_turns
@@ -262,7 +262,7 @@ class _Simulation:
         self._beginning = Beginning(begun=not warmup)
         self._controllers: list[Controller] = []
         self._kv_totals: list[int] = []  # by unit, all stages
-        self._notes: list[str] = []
+        self._notes: list[RunWarning] = []
         self._units: list[Device] = []  # of each pool of a topology
         self._drafting: Drafting | None = None
         topology = engine.topology
@@ -417,13 +417,14 @@ class _Simulation:
         if layout is None:
             return blocks, self._make_kv
         if not options.enable_prefix_caching or _nothing_shared(self._whole):
-            return blocks, lambda state, total: LaidOutKv(state, total, layout)
+            size, caching = options.block_size, options.enable_prefix_caching
+            return blocks, lambda state, total: LaidOutKv(state, total, layout, size, caching=caching)
         table = self._plan.table
         tokens = pc.add(table["input_tokens"].cast(pa.int64()), table["output_tokens"])
         mean, longest = float(pc.mean(tokens).as_py()), int(pc.max(tokens).as_py())
         effective = max(layout.effective_tokens(blocks, mean), longest) // options.block_size + 1
-        held = effective * options.block_size
-        self._notes.append(caveat("kv-of-mean-request", model=device.model, tokens=held, mean_tokens=mean))
+        kv_tokens = effective * options.block_size
+        self._notes.append(warning("kv-of-mean-request", model=device.model, tokens=kv_tokens, mean_tokens=mean))
         return effective, self._make_kv
 
     # Results.
@@ -446,7 +447,7 @@ class _Simulation:
             parts = step_parts_after(self._log, self._beginning, ids, self._kv_totals)
         else:
             steps = steps_after(self._log, self._beginning, ids, self._kv_totals, by_time=several)
-        said = [text for unit in self._units for text in unit.warnings]
+        warnings = [text for unit in self._units for text in unit.warnings]
         return EngineResult(
             requests=requests,
             steps=steps,
@@ -456,7 +457,7 @@ class _Simulation:
             invalid=() if loop.outcome.dead is None else (loop.outcome.dead,),
             facts=({} if topology is None else self._facts(topology))
             | ({} if self._drafting is None else self._drafting.counts.facts),
-            warnings=tuple(dict.fromkeys([*said, *self._notes, *plan_notes(self._plan)])),
+            warnings=tuple(dict.fromkeys([*warnings, *self._notes, *plan_notes(self._plan)])),
             device=self._units[0] if self._units else None,
         )
 

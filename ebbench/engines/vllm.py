@@ -45,7 +45,7 @@ from ebbench.gateway.settings import GatewaySettings
 from ebbench.process.termination import interruptible
 from ebbench.records.plan import Plan
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS, decisions_table
-from ebbench.records.warnings import caveat
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.client import ClientOptions
 from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration
@@ -272,7 +272,7 @@ def await_records(records: Sequence[Path | None], longest_s: float = RECORD_WAIT
         time.sleep(FLUSH_EVERY_S / 5)
 
 
-def reason_of_death(server: ServerProcess, done: DriveResult) -> tuple[str, ...]:
+def reason_of_death(server: ServerProcess, done: DriveResult) -> tuple[RunWarning, ...]:
     """Why the run is INVALID if the server ended by itself.
 
     Requests fail before the server's process is seen to have ended: its supervisor first ends the processes that the
@@ -282,7 +282,7 @@ def reason_of_death(server: ServerProcess, done: DriveResult) -> tuple[str, ...]
     try:
         server.check_alive("died during the run", DEATH_S if failed else 0.0)
     except RunError as error:
-        return (caveat("server-died", error=str(error)),)
+        return (warning("server-died", error=str(error)),)
     return ()
 
 
@@ -301,7 +301,7 @@ def recording_of(record: Path | None, plan: Plan, done: DriveResult, since_ns: i
 
 
 def engine_result(
-    done: DriveResult, recording: Recording | None, facts: Mapping[str, object], died: tuple[str, ...]
+    done: DriveResult, recording: Recording | None, facts: Mapping[str, object], died: tuple[RunWarning, ...]
 ) -> EngineResult:
     """The client's measurements joined with the scheduler's records."""
     return EngineResult(
@@ -309,7 +309,6 @@ def engine_result(
         steps=recording.steps if recording else STEPS.empty_table(),
         decisions=recording.decisions if recording else DECISIONS.empty_table(),
         warnings=done.warnings,
-        about_server=done.about_server,
         interrupted=done.interrupted,
         invalid=(*done.invalid, *died),
         facts={**done.facts, **facts},

@@ -38,19 +38,19 @@ def memory_remedy(output: str) -> str | None:
 
     ``output``: what vLLM (0.32) printed, or the end of it.
     """
-    if said := _CACHE_TOO_SMALL.search(output):
-        most = f" of at most {said['most']}" if said["most"] else ""
-        more = _MORE.format(gib=max(math.ceil(float(said["needed"])), 1))
+    if lack := _CACHE_TOO_SMALL.search(output):
+        most = f" of at most {lack['most']}" if lack["most"] else ""
+        more = _MORE.format(gib=max(math.ceil(float(lack["needed"])), 1))
         return (
-            f"the KV cache has {said['given']} GiB, and one request of {said['tokens']} tokens needs "
-            f"{said['needed']} GiB: pass --max-model-len TOKENS{most} to vLLM, or give the cache more: {more}"
+            f"the KV cache has {lack['given']} GiB, and one request of {lack['tokens']} tokens needs "
+            f"{lack['needed']} GiB: pass --max-model-len TOKENS{most} to vLLM, or give the cache more: {more}"
         )
     if _NO_CACHE in output:
         return f"no memory is left for the KV cache: give it some: {_MORE.format(gib='4')}"
-    if said := _NOT_FREE.search(output):
-        size = max(int(float(said["free"]) / 2), 1)
+    if lack := _NOT_FREE.search(output):
+        size = max(int(float(lack["free"]) / 2), 1)
         return (
-            f"vLLM asks for more memory than the {said['free']} GiB that are free: set the size of the KV cache with "
+            f"vLLM asks for more memory than the {lack['free']} GiB that are free: set the size of the KV cache with "
             f"VLLM_CPU_KVCACHE_SPACE={size} (GiB, in the environment), or end other processes"
         )
     return None
@@ -89,20 +89,20 @@ def first_error(output: str) -> str:
     """
     lines = [_level_and_text(line) for line in output.splitlines()]
     texts = [text for _, text in lines]
-    raised = [said for said in _exceptions(texts) if not any(later in said for later in _FOLLOWS)]
+    raised = [reason for reason in _exceptions(texts) if not any(later in reason for later in _FOLLOWS)]
     refused = [matched["said"] for text in texts if (matched := _OPTIONS.match(text))]
     logged = [text for level, text in lines if level in ("ERROR", "CRITICAL") and text.strip()]
-    said = next(iter((*raised, *refused, *logged)), "")
-    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]}..."
+    reason = next(iter((*raised, *refused, *logged)), "")
+    return reason if len(reason) <= _LONGEST else f"{reason[:_LONGEST]}..."
 
 
 def explain(output: str) -> str:
     """The first error and the remedy, in one line; empty if ``output`` shows no error."""
     if remedy := memory_remedy(output):
         return remedy
-    said = first_error(output)
-    remedy = next((remedy for error, remedy in _REMEDIES.items() if error.search(said)), None)
-    return f"{said} ({remedy})" if remedy else said
+    reason = first_error(output)
+    remedy = next((remedy for error, remedy in _REMEDIES.items() if error.search(reason)), None)
+    return f"{reason} ({remedy})" if remedy else reason
 
 
 def error_reason(error: BaseException) -> str:
@@ -130,11 +130,11 @@ def _exceptions(lines: list[str]) -> Iterator[str]:
 
 def _exception_reason(matched: re.Match[str], below: list[str]) -> str:
     """An exception's name and reason. Pydantic writes the reason below the count of errors."""
-    said = (matched["said"] or "").strip()
-    if _PYDANTIC.match(said):
-        said = next((_INPUT.sub("", line.strip()) for line in below if line.startswith("  ")), said)
-        return said.removeprefix("Value error, ")
-    return f"{matched['name']}: {said}" if said else matched["name"]
+    reason = (matched["said"] or "").strip()
+    if _PYDANTIC.match(reason):
+        reason = next((_INPUT.sub("", line.strip()) for line in below if line.startswith("  ")), reason)
+        return reason.removeprefix("Value error, ")
+    return f"{matched['name']}: {reason}" if reason else matched["name"]
 
 
 POLL_S = 0.25
@@ -210,8 +210,8 @@ class ServerProcess:
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - READ_BYTES))
             output = file.read().decode(errors="replace")
-        if said := explain(output):
-            return f": {said}; its log: {self.kept_log or self.log}"
+        if explanation := explain(output):
+            return f": {explanation}; its log: {self.kept_log or self.log}"
         return "\n".join([f"; its log: {self.kept_log or self.log}, which ends:", *output.splitlines()[-TAIL_LINES:]])
 
     def stop(self) -> None:

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ebbench.config.declare import (
-    COUNT,
-    NOT_NEGATIVE,
-    PORT,
-    check_fields,
-    named_settings,
-    setting,
-    settings_of,
-    split_kind,
-)
+from ebbench.config.declare import check_ranges, declare, named_settings, setting, settings_of, split_kind
 from ebbench.errors import UnknownNameError, UsageError
 
 # Faults of the fake server, and the requests that they affect.
@@ -92,41 +84,52 @@ def _uniform(number: int) -> float:
     return (mixed ^ (mixed >> 13)) / 2**32
 
 
+def read_models(names: Sequence[str]) -> dict[str, Any]:
+    """``--model``, once or repeated."""
+    return {"model": names[0], "further_models": tuple(names[1:])}
+
+
+SERVED = "Options"
+
+
 @dataclass(frozen=True)
 class FakeConfig:
     """Settings of the fake server.
 
-    Token i of a response is due exactly ``ttft_ms + i * itl_ms`` after the request was received. ``default_tokens``:
-    output length if the request sets none. ``port`` 0 takes a free one. ``keep_ledger`` False saves memory in long
-    runs. ``max_running``: number of responses generated at the same time; further requests wait in order of arrival,
-    which gives the server a known capacity. ``ssl_certfile`` and ``ssl_keyfile`` (PEM) switch to https.
-    ``thinking_tokens``: a chat response begins with this many thinking tokens, in ``thinking_field`` of its deltas.
-    ``further_models`` are served in addition to ``model``, with the same responses. ``metrics_lines`` are added to
-    /metrics, in Prometheus' text form.
+    Token i of a response is due exactly ``ttft_ms + i * itl_ms`` after the request was received. ``max_running``: its
+    capacity; further requests wait in order of arrival. ``further_models`` are served in addition to ``model``, with
+    the same responses. ``metrics_lines`` are added to /metrics, in Prometheus' text form.
     """
 
-    ttft_ms: float = 20.0
-    itl_ms: float = 10.0
-    host: str = "127.0.0.1"
-    port: int = 0
-    model: str = "fake-model"
-    max_model_len: int = 1_000_000
-    default_tokens: int = 16
-    faults: tuple[Fault, ...] = ()
-    keep_ledger: bool = True
-    max_running: int | None = None
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
+    port: int = declare(0, "TCP port on 127.0.0.1; 0 takes a free one.", SERVED, at_least=0, at_most=65535)
+    ttft_ms: float = declare(20.0, "Time to the first token.", SERVED, at_least=0)
+    itl_ms: float = declare(10.0, "Time between tokens.", SERVED, at_least=0)
+    max_model_len: int = declare(1_000_000, "Longest prompt plus output, tokens.", SERVED)
+    default_tokens: int = declare(16, "Output tokens of requests that set no length.", SERVED)
+    ssl_certfile: str | None = declare(None, "Serve https with this PEM file.", SERVED)
+    ssl_keyfile: str | None = declare(None, "Its key, if not in the same file.", SERVED)
+    thinking_tokens: int = declare(0, "Thinking tokens that a chat response begins with.", SERVED, at_least=0)
+    thinking_field: str = declare(
+        "reasoning", "Field of the deltas: reasoning, or the older reasoning_content.", SERVED
+    )
+    max_running: int | None = declare(
+        None, "Responses at a time; further requests wait. Default: all.", SERVED, at_least=1
+    )
+    keep_ledger: bool = declare(
+        True, "Keep the ledger; without it memory stays constant.", SERVED, names=("--keep-ledger/--no-keep-ledger",)
+    )
+    model: str = declare(
+        "fake-model", "Name of the model served; may be repeated. Default: fake-model.", SERVED, text=list[str],
+        read=read_models,
+    )  # fmt: skip
     further_models: tuple[str, ...] = ()
-    thinking_tokens: int = 0
-    thinking_field: str = "reasoning"
+    host: str = "127.0.0.1"
+    faults: tuple[Fault, ...] = ()
     metrics_lines: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_fields(self, ("ttft_ms", "itl_ms", "thinking_tokens"), NOT_NEGATIVE)
+        check_ranges(self)
         if self.thinking_field not in ("reasoning", "reasoning_content"):
             raise UsageError(f"--thinking-field is reasoning or reasoning_content, not {self.thinking_field!r}")
-        check_fields(self, ("max_running",), COUNT)
-        check_fields(self, ("port",), PORT)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise UsageError("--ssl-keyfile goes with --ssl-certfile, whose key it is")

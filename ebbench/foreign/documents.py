@@ -262,8 +262,8 @@ def parquet_errors(path: Path | str) -> Iterator[None]:
     except InputFileError:
         raise
     except (pa.ArrowException, OSError, ValueError, OverflowError, KeyError) as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputFileError(path, f"not a readable Parquet file ({said[:200]})") from None
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputFileError(path, f"not a readable Parquet file ({first_line[:200]})") from None
 
 
 def open_parquet(path: Path | str, stream: Any, columns: Sequence[str] | None = None) -> pq.ParquetFile:

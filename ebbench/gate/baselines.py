@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ebbench.analysis.environment import ENVIRONMENT, UNKNOWN, differences, remedy
+from ebbench.analysis.environment import ENVIRONMENT, UNKNOWN, differences, listed, remedy
 from ebbench.analysis.environment import LATER as LATER_CONDITIONS
 from ebbench.analysis.units import FIGURES, MEASURED, GateUnit, load_units
 from ebbench.errors import DataError, UsageError
@@ -30,10 +30,11 @@ BASELINES = pa.schema(
         pa.field("load", pa.string()),
         *(pa.field(name, pa.float64()) for name in MEASURED if name not in FIGURES),
         pa.field("until_clear", pa.bool_()),
+        pa.field("classes", pa.string()),
         *(pa.field(name, pa.string()) for name in ENVIRONMENT if name in LATER_CONDITIONS),
     ]
 )
-LATER = frozenset({"load", "until_clear", *MEASURED, *LATER_CONDITIONS}) - frozenset(FIGURES)
+LATER = frozenset({"load", "until_clear", "classes", *MEASURED, *LATER_CONDITIONS}) - frozenset(FIGURES)
 """Columns that older files lack; their rows have no known load, ``until_clear`` or host, and none of these figures."""
 
 
@@ -108,7 +109,7 @@ def _nearest(stored: Sequence[GateUnit], candidate: GateUnit, allowed: Sequence[
     if not unlike:
         return "; the file is empty"
     store = "store one with --save-baseline"
-    return f"; the nearest differs in {'; '.join(unlike[0])}: {store}, or compare with {remedy(unlike[0])}"
+    return f"; the nearest differs in {listed(unlike[0])}: {store}, or compare with {remedy(unlike[0])}"
 
 
 def _read(path: Path) -> list[GateUnit]:
@@ -126,7 +127,8 @@ def _row(unit: GateUnit) -> dict[str, Any]:
         "configuration_hash": unit.configuration_hash,
         **{name: unit.environment.get(name, "") for name in ENVIRONMENT},
         **{name: getattr(unit, name) for name in _PLAIN},
-        **unit.figures,
+        **{name: value for name, value in unit.figures.items() if ":" not in name},
+        "classes": json.dumps({name: value for name, value in unit.figures.items() if ":" in name}),
         "load": unit.load,
         "until_clear": unit.until_clear,
     }
@@ -138,7 +140,7 @@ _PLAIN = ("policy", "plan_hash", "seed", "virtual", "anchor_unix_ns", "run", "sl
 def _unit(row: dict[str, Any]) -> GateUnit:
     unit = GateUnit(
         environment={name: row.get(name) or UNKNOWN for name in ENVIRONMENT},
-        figures={name: row.get(name) for name in MEASURED},
+        figures={name: row.get(name) for name in MEASURED} | json.loads(row.get("classes") or "{}"),
         load=row.get("load") or "",
         until_clear=bool(row.get("until_clear")),
         **{name: row[name] for name in _PLAIN},

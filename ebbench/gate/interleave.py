@@ -26,6 +26,7 @@ from ebbench.analysis.verdict import (
 )
 from ebbench.errors import RunError, UsageError
 from ebbench.gate.baselines import stored_units
+from ebbench.gate.verdicts import VERDICTS
 from ebbench.process.child import run_supervised
 from ebbench.records import files
 from ebbench.records.files import sole_use
@@ -169,7 +170,7 @@ def measure(sides: GateSides, wanted: PairsWanted, messages: Console) -> None:
         if not rules.sequential or pairs < least:
             return False
         verdict = sides.judged(with_detectable=False)
-        cause = f": {verdict.cause}" if verdict.cause else ""
+        cause = f": {verdict.cause.worded(VERDICTS)}" if verdict.cause else ""
         goes_on = f", continuing{cause}" if verdict.outcome == "inconclusive" and pairs < most else ""
         messages.say(f"after {pairs} pairs: {verdict.outcome}{goes_on}")
         return verdict.outcome != "inconclusive"
@@ -215,9 +216,9 @@ def measure_pairs(
     for side in sides:
         side.directory.mkdir(parents=True, exist_ok=True)
         files.write_text(side.command + "\n", side.directory / COMMAND)
-    for runs, (pair, which) in enumerate(abba(pairs), start=1):
-        side = sides[which]
-        label = f"pair {pair + 1}, {('baseline', 'candidate')[which]}"
+    for runs, (pair, side_index) in enumerate(abba(pairs), start=1):
+        side = sides[side_index]
+        label = f"pair {pair + 1}, {('baseline', 'candidate')[side_index]}"
         out = side.run(pair)
         if any(manifest.valid for manifest in _stored(out)):
             say(f"{label}: measured before")
@@ -278,7 +279,7 @@ def _measure(side: Side, out: Path, seed: int, label: str, say: Callable[[str], 
 def _run(argv: list[str]) -> tuple[int, str]:
     """The exit status of a command and the last lines that it wrote to stderr. Raises UsageError if it is unknown."""
     try:
-        status, said = run_supervised(argv, GRACE_S, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        status, stderr = run_supervised(argv, GRACE_S, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     except OSError as error:
         raise UsageError(f"cannot start {argv[0]!r}: {error.strerror or error}") from None
-    return status, " / ".join(said.strip().splitlines()[-_KEPT_LINES:]) or "no output"
+    return status, " / ".join(stderr.strip().splitlines()[-_KEPT_LINES:]) or "no output"

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as Xml
 
 import numpy as np
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ebbench import __version__
-from ebbench.analysis.units import LABELS
+from ebbench.analysis.documents import Column, Section
+from ebbench.analysis.environment import Difference, listed
+from ebbench.analysis.units import label_of, name_of
+from ebbench.analysis.validity import told_once
 from ebbench.analysis.verdict import Judged, Outcome, Verdict
 from ebbench.errors import EbbenchError
 from ebbench.gate import self_test as gate_trials
 from ebbench.gate.self_test import SelfTest, TrialTally
 from ebbench.records import files
+from ebbench.records.warnings import Fact, RunWarning, Texts
 from ebbench.render import numbers
+from ebbench.render.documents import section_tables
+from ebbench.render.sentences import PAIRING, SKIPPED
 from ebbench.untrusted import markdown
 
 
@@ -142,23 +146,102 @@ _STYLES: dict[Outcome, str] = {"pass": "green", "fail": "bold red", "inconclusiv
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def console(verdict: Verdict) -> RenderableType:
-    """The verdict, its table, and notes."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for header in HEADERS:
-        table.add_column(header, justify="left" if header in ("figure", "") else "right", no_wrap=True)
-    for entry in verdict.judged:
-        table.add_row(*_cells(entry), style=None if entry.gated else "dim")
-    head = Text(f"{WORDS[verdict.outcome]}: {verdict.reason}.", style=_STYLES[verdict.outcome])
-    return Group(head, Text(), table, Text(_legend(verdict), style="dim"), *(Text(line) for line in notes(verdict)))
+_EMPTY_CACHE = (
+    "restart the server between runs, or let it empty its cache (vLLM: VLLM_SERVER_DEV_MODE=1; SGLang has /flush_cache)"
+)
 
 
-HEADERS = ("figure", "baseline", "candidate", "worse by", "95 % interval", "p", "")
+def _undecided(
+    bounds: Mapping[str, Mapping[str, float]], enough_pairs: int | None = None, cause: Mapping[str, Any] | None = None
+) -> str:
+    parts = [
+        f"{label_of(figure)} may be up to {bound['up_to']:.1%} worse (margin {bound['margin']:.1%})"
+        for figure, bound in bounds.items()
+    ]
+    if cause is not None:
+        return "; ".join([*parts, Fact(**cause).worded(VERDICTS)])
+    if enough_pairs is None:
+        remedy = "their spread is too large for this margin: measure longer runs or allow more with --margin"
+    else:
+        remedy = f"with this spread about {enough_pairs} pairs show that equal sides are equal, or take longer runs"
+    return "; ".join([*parts, remedy])
+
+
+def _losses(losses: Mapping[str, float]) -> str:
+    return ", ".join(f"{label_of(figure)} by {loss:.1%}" for figure, loss in losses.items())
+
+
+def _changes(by: Mapping[str, float]) -> str:
+    return ", ".join(f"{label_of(figure)} by {100 * share:.0f} %" for figure, share in by.items())
+
+
+VERDICTS: Texts = {
+    # Reasons.
+    "none_worse": "no gated figure is worse by more than {at_most:.1%} (95 % confidence)",
+    "not_in_every_run": lambda figures: (
+        f"{', '.join(label_of(figure) for figure in figures)} cannot be judged, since some runs have no value or zero"
+    ),
+    "nothing_gated": "no gated figure is defined in every run",
+    "too_few_pairs": "{pairs} pair(s) where the test needs {needed}; measure more",
+    "undecided": _undecided,
+    "worse": lambda losses: "; ".join(f"{label_of(figure)} is {loss:.1%} worse" for figure, loss in losses.items()),
+    # What explains the spread of pairs.
+    "second_better": lambda by: (
+        f"whichever side ran second in a pair was better ({_changes(by)}): both runs of a pair send the same prompts, "
+        f"which a prefix cache that nothing emptied still holds; {_EMPTY_CACHE}"
+    ),
+    "second_worse": lambda by: (
+        f"whichever side ran second in a pair was worse ({_changes(by)}): the machine or server slows down within a "
+        "pair (temperature, clocks, memory of the server); leave more time between runs, or restart it"
+    ),
+    # Notes.
+    "cache_warm_for_second": (
+        "every run of the {side} sent prompts that {server} had met in the other side's run, and whose prefix cache "
+        f"nothing emptied and no figure shows: it may look faster for that; {_EMPTY_CACHE}"
+    ),
+    "drafts_apart": (
+        "the candidate's decode steps yield {tokens_per_step:+.1%} tokens by what was accepted of drafts: as much of a "
+        "difference in tokens/s and TPOT is not the scheduler's"
+    ),
+    "not_interleaved": (
+        "the two sides were not measured interleaved, so a drift of the machine counts as a difference; use --pairs "
+        "with --baseline-command and --candidate-command"
+    ),
+    "policies_differ": lambda policies: f"the sides differ in policy: {' against '.join(policies)}",
+    "repeated_until_clear": (
+        "these runs were repeated until it was clear (--repeats auto), so the test holds at every look"
+    ),
+    "sides_differ": lambda differences: (
+        f"the sides differ, as allowed, in {listed([Difference(**each) for each in differences])}"
+    ),
+    "worse_classes": lambda losses: (
+        f"worse in single classes of requests: {_losses(losses)}; "
+        f"--metric {name_of(next(iter(losses)))} gates such a figure"
+    ),
+    **PAIRING,
+}
+"""What a verdict says, by code."""
+
+
+def worded_reason(verdict: Verdict) -> str:
+    """Why the gate gives this verdict, in words."""
+    return verdict.reason.worded(VERDICTS)
+
+
+def console(verdict: Verdict, width: int) -> RenderableType:
+    """The verdict, its table, and notes, for a terminal of ``width`` characters."""
+    columns = tuple(Column(header, "label" if header in ("figure", "verdict") else "number") for header in HEADERS)
+    tables = section_tables(Section("", columns, tuple(tuple(_cells(entry)) for entry in verdict.judged)), width)
+    head = Text(f"{WORDS[verdict.outcome]}: {worded_reason(verdict)}.", style=_STYLES[verdict.outcome])
+    return Group(head, Text(), *tables, Text(_legend(verdict), style="dim"), *(Text(line) for line in notes(verdict)))
+
+
+HEADERS = ("figure", "baseline", "candidate", "worse by", "95 % interval", "p", "verdict")
 
 
 def _cells(entry: Judged) -> list[str]:
     return [
-        LABELS[entry.figure],
+        label_of(entry.figure),
         _value(entry.figure, entry.baseline),
         _value(entry.figure, entry.candidate),
         _percent(entry.loss),
@@ -190,14 +273,14 @@ def detectable(verdict: Verdict) -> str:
     for entry in verdict.judged:
         if entry.gated:
             smallest = "none" if entry.detectable is None else f"{100 * entry.detectable:.1f} %"
-            parts.append(f"{LABELS[entry.figure]} {smallest} ({100 * entry.margin:g} %)")
+            parts.append(f"{label_of(entry.figure)} {smallest} ({100 * entry.margin:g} %)")
     return ", ".join(parts) or "nothing is gated"
 
 
 def _margins(verdict: Verdict) -> str:
     """The margin of every gated figure."""
     gated = [entry for entry in verdict.judged if entry.gated]
-    return ", ".join(f"{LABELS[entry.figure]} {100 * entry.margin:g} %" for entry in gated) or "nothing is gated"
+    return ", ".join(f"{label_of(entry.figure)} {100 * entry.margin:g} %" for entry in gated) or "nothing is gated"
 
 
 def interval(entry: Judged) -> str:
@@ -208,17 +291,23 @@ def interval(entry: Judged) -> str:
 def notes(verdict: Verdict) -> list[str]:
     """Notes and the figures that could not be judged."""
     skipped = [
-        f"not judged: {', '.join(LABELS[f] for f, reason in verdict.skipped.items() if reason == why)}; {why}"
+        f"not judged: {', '.join(label_of(f) for f, code in verdict.skipped.items() if code == why)}; {SKIPPED[why]}"
         for why in dict.fromkeys(verdict.skipped.values())
     ]
-    return [f"note: {text}" for text in (*verdict.notes, *skipped)]
+    of_server = told_once([[note] for note in verdict.notes if isinstance(note, RunWarning)], lambda _: "")
+    others = [_text(note) for note in verdict.notes if not isinstance(note, RunWarning)]
+    return [f"note: {text}" for text in (*others, *of_server, *skipped)]
+
+
+def _text(note: Fact) -> str:
+    return str(note) if isinstance(note, RunWarning) else note.worded(VERDICTS)
 
 
 def to_json(verdict: Verdict) -> dict[str, Any]:
     """One JSON object; infinite bounds are null."""
     return {
         "outcome": verdict.outcome,
-        "reason": verdict.reason,
+        "reason": verdict.reason.to_dict(worded_reason(verdict)),
         "exit_code": EXIT_CODES[verdict.outcome],
         "sequential": verdict.rules.sequential,
         "pairs": [
@@ -228,7 +317,7 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
         ],
         "figures": [numbers.finite(asdict(entry)) for entry in verdict.judged],
         "skipped": dict(verdict.skipped),
-        "notes": list(verdict.notes),
+        "notes": [each.to_dict(_text(each)) for each in verdict.notes],
     }  # fmt: skip
 
 
@@ -243,11 +332,13 @@ def junit(verdict: Verdict, name: str = "ebbench gate") -> bytes:
         elif entry.outcome == "fail":
             Xml.SubElement(case, "failure", message=sentence(entry))
         elif verdict.outcome == "inconclusive":
-            Xml.SubElement(case, "error", message=sentence(entry) if entry.outcome != "pass" else verdict.reason)
+            Xml.SubElement(
+                case, "error", message=sentence(entry) if entry.outcome != "pass" else worded_reason(verdict)
+            )
         Xml.SubElement(case, "system-out").text = _legal(sentence(entry))
     if not gated:
         case = Xml.SubElement(suite, "testcase", classname=_legal(name), name="gate")
-        Xml.SubElement(case, "error", message=_legal(verdict.reason))
+        Xml.SubElement(case, "error", message=_legal(worded_reason(verdict)))
         suite.set("tests", str(len(verdict.judged) + 1))
     for tag, attribute in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
         suite.set(attribute, str(len(suite.findall(f"testcase/{tag}"))))
@@ -278,7 +369,7 @@ def _legal(text: str) -> str:
 def sentence(entry: Judged) -> str:
     """One figure in words."""
     return (
-        f"{LABELS[entry.figure]}: {_value(entry.figure, entry.baseline)} -> {_value(entry.figure, entry.candidate)}, "
+        f"{label_of(entry.figure)}: {_value(entry.figure, entry.baseline)} -> {_value(entry.figure, entry.candidate)}, "
         f"{_percent(entry.loss)} worse ({interval(entry)}), p = {entry.p_adjusted:.3f}, "
         f"margin {100 * entry.margin:g} %"
     )
@@ -290,7 +381,7 @@ def summary(verdict: Verdict) -> str:
     lines = [
         f"## {icon} {WORDS[verdict.outcome]}",
         "",
-        f"{markdown(verdict.reason)}.",
+        f"{markdown(worded_reason(verdict))}.",
         "",
         *markdown_table(verdict.judged),
     ]
@@ -305,7 +396,7 @@ def summary_of_error(message: str, exit_code: int) -> str:
 
 def markdown_table(judged: Sequence[Judged]) -> list[str]:
     """The figures as lines of a Markdown table."""
-    head = [header or "verdict" for header in HEADERS]
+    head = list(HEADERS)
     rows = [[markdown(cell) for cell in _cells(entry)] for entry in judged]
     rule = ["---", *["---:"] * (len(head) - 2), "---"]
     return [f"| {' | '.join(row)} |" for row in [head, rule, *rows]]

@@ -13,8 +13,9 @@ import pyarrow.compute as pc
 from ebbench.analysis.documents import Column, Section, Value, comparison, labels, relative
 from ebbench.devices.base import CostModel, StepShape
 from ebbench.devices.linear import GIVEN, decode_shape
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import DEFERRED_PAPER, rows
-from ebbench.papers.table import Content, PaperOptions, PaperTable, changes, no_cells, ours
+from ebbench.papers.table import Content, PaperTable, changes, no_cells, ours
 from ebbench.runs.store import Measured, RunStore
 from ebbench.spec.run import RunSpec, simulated
 from vllm_eb.policies.deferred import DeferredChain, DeferredModel, approximate_chain, exact_chain
@@ -56,9 +57,9 @@ def implied_constants(row: Mapping[str, str]) -> Constants:
     first, best = (1 / chain.throughput[int(k) - 1] for k in (1, row["k_experiment"]))
     times = 1 / float(row["default_throughput_rps"]), 1 / float(row["throughput_experiment_rps"])
     c_d = float((times[0] - times[1]) / (first - best))
-    rest = float(times[0] - first * c_d)
-    prompt_s = min(2 * _PARAMETERS[row["model"]] * MEAN_INPUT / _A100_FLOPS, rest)
-    return Constants(ratio * c_d, c_d, prompt_s, (rest - prompt_s) * alpha)
+    remaining_s = float(times[0] - first * c_d)
+    prompt_s = min(2 * _PARAMETERS[row["model"]] * MEAN_INPUT / _A100_FLOPS, remaining_s)
+    return Constants(ratio * c_d, c_d, prompt_s, (remaining_s - prompt_s) * alpha)
 
 
 def k_values(limit: int) -> list[int]:
@@ -396,9 +397,9 @@ def _claims(options: PaperOptions, store: RunStore) -> Section:
         for distribution in DISTRIBUTIONS:
             for title, k in (("the published", int(row["k_experiment"])), ("our best", None)):
                 rate, completion = _claim(options, store, row, distribution, k)
-                said = COMPLETION_CHANGE[row["model"]]
+                printed = COMPLETION_CHANGE[row["model"]]
                 lines.append(
-                    (row["model"], _short(distribution), title, *comparison(gain, rate)[:2], said, littles_law(row),
+                    (row["model"], _short(distribution), title, *comparison(gain, rate)[:2], printed, littles_law(row),
                      completion)
                 )  # fmt: skip
     return Section("The best K against K = 1", columns, tuple(lines))

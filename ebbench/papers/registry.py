@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from ebbench.analysis.documents import Document
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.papers.deferred_prefill import DEFERRED, DEFERRED_COSTS, DEFERRED_LIMITS, DEFERRED_OVER_K
 from ebbench.papers.eb.disaggregation import TABLE19, TABLE20
@@ -12,15 +15,17 @@ from ebbench.papers.eb.grid import TABLE14, TABLE15, TABLE16
 from ebbench.papers.eb.lengths import FIGURE11, TABLE9, TABLE12
 from ebbench.papers.eb.online_threshold import CORRECTION, E3, E5, FIGURE3
 from ebbench.papers.eb.prefill_costs import FIGURE7, LONG_CONTEXT, TABLE5, TABLE6, TABLE7
-from ebbench.papers.eb.shifts import ADAPTATION, TABLE3, TABLE18
+from ebbench.papers.eb.shifts import ADAPTATION, TABLE3, TABLE18, TPOT_MS, TTFT_S
 from ebbench.papers.eb.step_times import FIGURE1, FIGURE2, FIGURE8, FIGURE9, FIGURE10, KAPPA, TABLE1
 from ebbench.papers.eb.thresholds import FIGURE12, TABLE10, TABLE11, TABLE13
 from ebbench.papers.eb.workloads import FIGURE4, FIGURE5, FIGURE6, TABLE2, TABLE4, TABLE17
 from ebbench.papers.items import INDEX
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.staggered.composition import COMPOSITION
 from ebbench.papers.staggered.decode import SBS_FIGURE7
 from ebbench.papers.staggered.prefill import ABLATION, POOLS, SBS_FIGURE6, SBS_TABLE1, WAITING
 from ebbench.papers.table import PaperFigure, PaperTable
+from ebbench.runs.stored import runs_meant
 
 FIGURES: tuple[PaperFigure, ...] = (
     FIGURE1, FIGURE2, FIGURE3, FIGURE4, FIGURE5, FIGURE6, FIGURE7, FIGURE8, FIGURE9, FIGURE10, FIGURE11, FIGURE12,
@@ -29,6 +34,49 @@ FIGURES: tuple[PaperFigure, ...] = (
 
 FIGURES_OF_RUNS = ("timeline", "slo")
 """Figures of the user's own runs."""
+
+
+def listed_tables() -> dict[str, str]:
+    """What ``ebbench tables list`` shows, by name."""
+    return {table.name: table.title for table in TABLES} | {
+        "phases": "your own runs by phase, with recovery times (--from RUN)",
+        "slo": "attainment of your own runs over TTFT and TPOT targets (--from RUN)",
+    }
+
+
+def listed_figures() -> dict[str, str]:
+    """What ``ebbench figures list`` shows, by name."""
+    return {figure.name: figure.title for figure in FIGURES} | {
+        "timeline": "any run with recorded steps: ebbench figures timeline RUN",
+        "slo": "attainment of any run over TTFT and TPOT targets: ebbench figures slo RUN",
+    }
+
+
+def document_of_runs(name: str, runs: Sequence[Path], options: PaperOptions, *, by_phase: bool) -> Document:
+    """A table of the user's own runs. Raises UsageError without runs."""
+    from ebbench.analysis.phases import attainment_document, load_runs, phases_document
+
+    if not runs:
+        raise UsageError(f"`ebbench tables {name}` needs runs: give one or more with --from")
+    loaded = load_runs(runs_meant(runs))
+    if name == "phases":
+        return phases_document(loaded)
+    limits_ms = [1e3 * limit_s for limit_s in options.ttft_s or TTFT_S]
+    return attainment_document(loaded, limits_ms, options.tpot_ms or TPOT_MS, by_phase=by_phase)
+
+
+def charts_of_runs(name: str, runs: Sequence[Path]) -> Iterator[tuple[str, Any]]:
+    """Figures of the user's own runs: name of the file without its suffix, and chart. Raises UsageError for no runs."""
+    from ebbench.analysis.phases import load_runs
+    from ebbench.records.run import slug
+    from ebbench.render.figures import surface_chart
+    from ebbench.render.timeline import make_timeline, timeline_chart
+
+    if not runs:
+        raise UsageError(f"`ebbench figures {name}` needs a run: ebbench figures {name} RUN")
+    for loaded in load_runs(runs_meant(runs)):
+        chart = timeline_chart(make_timeline(loaded)) if name == "timeline" else surface_chart(loaded)
+        yield f"{name}-{slug(loaded.path.name)}", chart
 
 
 def find_figure(name: str) -> PaperFigure:

@@ -4,81 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, relative
-from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
-from ebbench.errors import UnknownNameError, UsageError
+from ebbench.errors import DataError, UsageError
+from ebbench.papers.options import PaperOptions
 from ebbench.runs.store import RunStore, with_progress
 from ebbench.spec.run import RunSpec
 
-Outputs = Literal["forced", "profile"]
 Content = tuple[Sequence[Section], Sequence[str]]
 """Sections and notes of a document."""
-
-
-@dataclass(frozen=True)
-class PaperOptions:
-    """Options that override those of a table's own protocol; empty means: as in the paper.
-
-    ``policies`` are run in addition to the table's own. ``outputs``: output lengths fixed as in the published scripts,
-    or drawn from the workload's profile. ``ttft_s`` and ``tpot_ms``: SLO targets.
-    """
-
-    devices: tuple[str, ...] = ()
-    models: tuple[str, ...] = ()
-    workloads: tuple[str, ...] = ()
-    policies: tuple[str, ...] = ()
-    num_prompts: int | None = None
-    seeds: int | None = None
-    grid: bool = False
-    outputs: Outputs = "forced"
-    source: str = "profile"
-    ttft_s: tuple[float, ...] = ()
-    tpot_ms: tuple[float, ...] = ()
-
-    def device(self, default: str = DEFAULT_DEVICE) -> str:
-        """The device of an experiment for one device. Raises UsageError if several were given."""
-        return _single_name("--device", self.devices, default)
-
-    def model(self, default: str = DEFAULT_MODEL) -> str:
-        """The model of an experiment for one model. Raises UsageError if several were given."""
-        return _single_name("--model", self.models, default)
-
-    def further(self, *own: str) -> tuple[str, ...]:
-        """The policies asked for in addition to a table's own, each once."""
-        return tuple(dict.fromkeys(policy for policy in self.policies if policy not in own))
-
-    def seed_range(self, least: int = 1) -> range:
-        """Seeds of an experiment that repeats its runs at least ``least`` times. Raises UsageError for fewer."""
-        if self.seeds is not None and self.seeds < least:
-            raise UsageError(f"--seeds must be at least {least} here, for an interval over the runs, not {self.seeds}")
-        return range(self.seeds or least)
-
-    def check_names(self, workloads: Collection[str] = ()) -> None:
-        """Raise UsageError for an unknown device, model or workload, a workload that is not among ``workloads``, and a
-        file of one data set that would stand for several."""
-        from ebbench.devices.profiles import find_model, find_profile
-        from ebbench.workloads import load_workload
-        from ebbench.workloads.options import is_recorded
-
-        if self.source.startswith("file:") and len(self.workloads) != 1:
-            raise UsageError(f"--source {self.source} holds one data set; name it with one --workload")
-        for device in self.devices:
-            find_profile(device)
-        for model in self.models:
-            find_model(model)
-        for workload in self.workloads:
-            if workloads and workload not in workloads:
-                raise UnknownNameError("workload of this experiment", workload, workloads)
-            if not is_recorded(workload):  # a trace file is read when the runs are made
-                load_workload(workload)
-
-
-def _single_name(option: str, names: Sequence[str], default: str) -> str:
-    if len(names) > 1:
-        raise UsageError(f"this experiment takes one {option}, not {' and '.join(names)}")
-    return names[0] if names else default
 
 
 @dataclass(frozen=True)
@@ -103,18 +38,18 @@ def table_setting(options: PaperOptions, reads: Collection[str], published: Publ
     Values of print are shown if the number of requests is theirs and a device and a model of theirs is among the chosen
     ones; an item gives none for the others.
     """
-    said, beside = [], True
+    deviations, beside = [], True
     if options.num_prompts is not None and "num_prompts" in reads:
-        said.append(f"{options.num_prompts:,} requests a run")
+        deviations.append(f"{options.num_prompts:,} requests a run")
         beside = False
     if published is not None:
         chosen = (("device", options.devices, published.devices), ("model", options.models, published.models))
         for kind, named, printed in chosen:
-            said += [f"{kind} {name}" for name in named if name not in printed]
+            deviations += [f"{kind} {name}" for name in named if name not in printed]
             beside = beside and (not named or any(name in printed for name in named))
     if options.outputs != "forced" and "outputs" in reads:
-        said.append("answers of table 9's lengths")
-    return Setting(tuple(said), beside)
+        deviations.append("answers of table 9's lengths")
+    return Setting(tuple(deviations), beside)
 
 
 @dataclass(frozen=True)
@@ -294,8 +229,8 @@ class PaperFigure:
         """The chart and its caption, which says what was run where that is not the published setting; published values
         of another setting are left out."""
         setting = table_setting(options, self.reads, self.published_on)
-        said = f"{describe_setting(setting, 'figure')} " if setting.deviations else ""
-        return self.chart(options, store, setting.beside_print), said + self.caption
+        setting_text = f"{describe_setting(setting, 'figure')} " if setting.deviations else ""
+        return self.chart(options, store, setting.beside_print), setting_text + self.caption
 
 
 def no_cells(_wish: PaperOptions) -> list[RunSpec]:
@@ -311,3 +246,18 @@ def make_runs(
 ) -> None:
     """Execute the missing runs of a table or figure, with a progress line on stderr."""
     with_progress(table.name, table.cells(options), store, whole=table.whole, workers=workers, quiet=quiet)
+
+
+def drawn(
+    figure: PaperFigure, options: PaperOptions, store: RunStore, *, run: bool, workers: int | None, quiet: bool
+) -> tuple[Any, str]:
+    """A figure and its caption, of stored runs; ``run`` executes missing ones. Raises DataError for missing ones."""
+    cells = figure.cells(options)
+    if run:
+        make_runs(figure, options, store, workers=workers, quiet=quiet)
+    missing = len(store.missing(cells))
+    if missing:
+        raise DataError(
+            f"{missing} of {len(set(cells))} runs of {figure.name} are not stored in {store.root}; add --run"
+        )
+    return figure.drawn(options, store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -45,6 +46,23 @@ def skip_pandas() -> None:
         pa.array([])
     finally:
         sys.meta_path.remove(finder)
+
+
+@contextmanager
+def one_numeric_thread() -> Iterator[None]:
+    """Inside, numpy is imported without threads for linear algebra, which ebbench does little of.
+
+    Each of them, one per processor, would spin for 25 ms at its start. Programs started later get no such limit.
+    """
+    name = "OPENBLAS_NUM_THREADS"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 _NEVER = 1 << 30

@@ -290,14 +290,14 @@ def _write_parts(parts: Iterator[pa.Table], path: Path) -> None:
     """Parts are collected until they fill a row group, so that groups are as large as those of a table."""
     first = next(parts)
     with _writer(first.schema, path) as writer:
-        held = first
+        buffered = first
         for part in parts:
-            held = pa.concat_tables([held, part])
-            while len(held) >= ROW_GROUP_ROWS:
-                writer.write_table(held.slice(0, ROW_GROUP_ROWS), row_group_size=ROW_GROUP_ROWS)
-                held = held.slice(ROW_GROUP_ROWS)
-        if len(held):
-            writer.write_table(held, row_group_size=ROW_GROUP_ROWS)
+            buffered = pa.concat_tables([buffered, part])
+            while len(buffered) >= ROW_GROUP_ROWS:
+                writer.write_table(buffered.slice(0, ROW_GROUP_ROWS), row_group_size=ROW_GROUP_ROWS)
+                buffered = buffered.slice(ROW_GROUP_ROWS)
+        if len(buffered):
+            writer.write_table(buffered, row_group_size=ROW_GROUP_ROWS)
 
 
 def _copy_row_groups(shards: Sequence[Path], path: Path) -> None:

@@ -21,7 +21,7 @@ from ebbench.errors import DataError
 from ebbench.foreign.documents import BadValueError, json_value
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
-from ebbench.records.warnings import RunWarning
+from ebbench.records.warnings import RunWarning, stored_warning
 from ebbench.untrusted import visible
 
 SCHEMA_VERSION = 2
@@ -177,10 +177,7 @@ def decode_manifest(content: bytes, path: Path) -> Manifest:
         if version > SCHEMA_VERSION:
             raise DataError(f"{path}: written by a newer ebbench (schema {version}); update ebbench to read it")
         msgspec.convert(value, _Computed)
-        value["reasons"] = [
-            {"code": "", "message": reason} if isinstance(reason, str) else reason
-            for reason in value.get("reasons", ())
-        ]
+        value["reasons"] = [stored_warning(reason) for reason in value.get("reasons", ())]
         manifest = msgspec.convert(value, Manifest)
     except (BadValueError, msgspec.ValidationError) as error:
         raise DataError(f"{path}: not a manifest ({error})") from None

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from ebbench.errors import UsageError
 from ebbench.records.content import block_tokens
+from ebbench.records.warnings import RunWarning
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Plan:
     phases: tuple[ClosedPhase, ...]
     facts: Mapping[str, Any]
     max_concurrency: int | None = None
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[RunWarning, ...] = field(default=())
     release_for_s: float | None = None
     cut_from: Plan | None = None
 

@@ -73,9 +73,9 @@ class Run:
 
     def table(self, name: TableName, columns: Sequence[str] | None = None) -> pa.Table:
         """A table, or some of its columns. Raises DataError if the file is damaged."""
-        held = self.tables.get(name)
-        if held is not None:
-            return held if columns is None else held.select(list(columns))
+        in_memory = self.tables.get(name)
+        if in_memory is not None:
+            return in_memory if columns is None else in_memory.select(list(columns))
         path = self.path / f"{name}.parquet"
         table = files.read_table(path, columns)
         _check_holes(path, table, SCHEMAS.get(name))
@@ -83,8 +83,12 @@ class Run:
 
     def has_column(self, name: TableName, column: str) -> bool:
         """Whether a table has a column; some exist only where a run uses them."""
-        held = self.tables.get(name)
-        names = held.column_names if held is not None else files.read_footer(self.path / f"{name}.parquet")[0].names
+        in_memory = self.tables.get(name)
+        names = (
+            in_memory.column_names
+            if in_memory is not None
+            else files.read_footer(self.path / f"{name}.parquet")[0].names
+        )
         return column in names
 
     @property
@@ -210,8 +214,9 @@ class RunWriter:
         files.write_bytes(encode_manifest(complete), self.path / MANIFEST)
         self._finished = True
         self._remove_traces(whole)
-        # The steps name every request of every step; they are read again in the columns that are needed.
-        return Run(self.path, complete, {name: table for name, table in whole.items() if name != "steps"})
+        # Steps name every request of every step; where there are some, the columns that are needed are read again.
+        held = {name: table for name, table in whole.items() if name != "steps" or not table.num_rows}
+        return Run(self.path, complete, held)
 
     def _kept_elsewhere(
         self, manifest: Manifest, whole: dict[str, pa.Table | files.TableParts], error: RunError
@@ -357,11 +362,11 @@ def new_directory(path: Path) -> Iterator[None]:
 
     Raises UsageError if it exists, RunError if it cannot be created or used.
     """
-    held = _new_directory(path)
+    lock = _new_directory(path)
     try:
         yield
     finally:
-        del held
+        del lock
         with suppress(OSError):  # not empty, or gone
             path.rmdir()
 

@@ -7,7 +7,7 @@ the sentence that is shown. Runs stored by earlier versions have the sentence it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +20,8 @@ ABOUT_SERVER = frozenset({WARM_CACHE, OTHER_MODEL, ESTIMATED_TOKENS})
 """Codes of warnings that figures measured on a server are not what they seem."""
 HOST_UNFITTED, HOST_DOUBTED, MIXING_UNMEASURED = "host-unfitted", "host-doubted", "mixing-unmeasured"
 """Codes of a device's warnings whose size depends on the run."""
+LIBRARY_ABSENT = "library-absent"
+"""Code of the hint that a library may have what was not measured, and is not installed."""
 KV_CACHE = "kv-cache"
 """Code of the warning that requests waited for memory, or were preempted."""
 
@@ -47,6 +49,10 @@ class Fact(msgspec.Struct, frozen=True):
             return _fill_in(texts, self.code, self.values)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             return f"{self.code} {self.values}"
+
+    def to_dict(self, text: str) -> dict[str, Any]:
+        """``code``, ``values`` and the ``text`` that is shown, for JSON and Parquet."""
+        return {"code": self.code, "values": self.values, "text": text}
 
 
 def fact(code: str, **values: Any) -> Fact:
@@ -81,30 +87,105 @@ class RunWarning(Fact, frozen=True, omit_defaults=True):
         return hash((self.code, self.message, str(self.values)))
 
 
-class Caveat(str):
-    """A sentence about a plan, a device or an engine that keeps its ``code`` and ``values``, as which it is stored."""
-
-    code: str
-    values: dict[str, Any]
-
-
-def caveat(code: str, **values: Any) -> Caveat:
-    """The caveat of that code with its values, in words."""
-    said = Caveat(_fill_in(TEXTS, code, values))
-    said.code, said.values = code, values
-    return said
-
-
-def as_stored(said: str, about: str = "") -> RunWarning:
-    """A sentence as it is stored; one without code and values, of a program of somebody else, as it is."""
-    if isinstance(said, Caveat):
-        return RunWarning(said.code, said.values, about)
-    return RunWarning(about, message=said)
-
-
 def warning(code: str, **values: Any) -> RunWarning:
     """The caveat of that code with its values."""
     return RunWarning(code, values)
+
+
+def stored_warning(value: Any) -> RunWarning:
+    """A warning as it was stored; earlier versions stored the sentence alone. Raises msgspec.ValidationError."""
+    return RunWarning("", message=value) if isinstance(value, str) else msgspec.convert(value, RunWarning)
+
+
+def shown_text(told: str | Mapping[str, Any]) -> str:
+    """The text of a :meth:`Fact.to_dict`; results stored by earlier versions have the text alone."""
+    return told if isinstance(told, str) else str(told["text"])
+
+
+def told_columns(told: Mapping[str, Iterable[str | Mapping[str, Any]]]) -> dict[str, list[str]]:
+    """Codes, and values as JSON, of lists of :meth:`Fact.to_dict` by name, for Parquet: ``warnings`` gives
+    ``warning_codes`` and ``warning_values``. What has only a text has an empty code."""
+    columns: dict[str, list[str]] = {}
+    for name, entries in told.items():
+        known: list[Mapping[str, Any]] = [
+            entry if isinstance(entry, Mapping) else {"code": "", "values": {}} for entry in entries
+        ]
+        columns[f"{name[:-1]}_codes"] = [entry["code"] for entry in known]
+        columns[f"{name[:-1]}_values"] = [msgspec.json.encode(entry["values"]).decode() for entry in known]
+    return columns
+
+
+def warning_shape(value: Any) -> Any:
+    """What warnings that differ only in numbers have in common, as a key."""
+    if isinstance(value, Mapping):
+        return tuple((name, warning_shape(inner)) for name, inner in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(warning_shape, value))
+    return "#" if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def in_ranges(alike: Sequence[RunWarning]) -> RunWarning:
+    """One warning for several of one shape, with the range of each number."""
+    return msgspec.structs.replace(alike[0], values=_range_of([told.values for told in alike]))
+
+
+def _range_of(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, Mapping):
+        return {name: _range_of([entry[name] for entry in values]) for name in first}
+    if isinstance(first, list | tuple):
+        return [_range_of(column) for column in zip(*values, strict=True)]
+    if min(values, key=str) == max(values, key=str):
+        return first
+    return _Range(min(values), max(values))
+
+
+class _Range(float):
+    """A number that differs among runs: text shows both ends, a calculation applies to both; it equals no number and is
+    above or below another as its higher end is. This way the sentences about one run serve for several.
+    """
+
+    ends: tuple[float, float]
+
+    def __new__(cls, low: float, high: float) -> _Range:
+        made = super().__new__(cls, high)
+        made.ends = low, high
+        return made
+
+    def __format__(self, spec: str) -> str:
+        low, high = (format(end, spec) for end in self.ends)
+        return low if low == high else f"{low} to {high}"
+
+    def __str__(self) -> str:
+        return format(self, "")
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = float.__hash__
+
+    def _with(self, other: float, operation: Callable[[float, float], float]) -> _Range:
+        others = other.ends if isinstance(other, _Range) else (other, other)
+        return _Range(*sorted(map(operation, self.ends, others)))
+
+    def __add__(self, other: float) -> _Range:
+        return self._with(other, lambda end, by: end + by)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: float) -> _Range:
+        return self._with(other, lambda end, by: end - by)
+
+    def __rsub__(self, other: float) -> _Range:
+        return self._with(other, lambda end, by: by - end)
+
+    def __mul__(self, other: float) -> _Range:
+        return self._with(other, lambda end, by: end * by)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: float) -> _Range:
+        return self._with(other, lambda end, by: end / by)
 
 
 def _label(stated: bool) -> str:
@@ -129,6 +210,25 @@ def _k_always_met(open_requests: int, max_num_seqs: int, k: int) -> str:
         f"At most {open_requests:,} requests are open, so {max_num_seqs - open_requests:,} of {max_num_seqs:,} slots "
         f"are always idle and k={k} never delays a refill: the policy behaves like v0."
     )
+
+
+def _older_vllm(vllm_version: str, mxfp4: bool = False, parses_templates: bool = False) -> str:
+    # InferenceX (0.10.2) and inference-perf (0.11), TPOT of dense models: -2.5 to -7.8 % in the median.
+    text = (
+        f"--vllm-version {vllm_version} sets defaults and KV cache of that version, not its kernels, CUDA graphs and "
+        "host: those of 0.19 to 0.24 are 2 to 8 % faster in the median than measured servers of 0.10 and 0.11"
+    )
+    if mxfp4:  # GPUStack, gpt-oss-120b on 0.10.2: +44 to +80 %, on four H100 +24 %
+        text += (
+            "; with all requests at once gpt-oss has 25 to 80 % more throughput here than measured servers of 0.10.2, "
+            "its prompts being 1.4 to 1.7 times as fast"
+        )
+    if parses_templates:  # GPUStack, Qwen3 on A100 and H100, 1,000 prompts of 128 tokens at once
+        text += (
+            "; bursts of short chat requests have 20 to 110 % more throughput here than measured servers of 0.11.0, "
+            "which parse the chat template anew for each (about 8 ms with Qwen3's)"
+        )
+    return text
 
 
 def _few_requests(completed: int, needed: int, shown: str, p90_needs: int, **_: Any) -> str:
@@ -352,11 +452,87 @@ def _many_failed(failed: int, planned: int, after_failed_turns: int, limit: floa
     return f"{failed} of {planned} requests {ways}, more than {limit:.0%}"
 
 
+def _shared_times(answers: int, joined_share: float, at_once: int, hidden: int) -> str:
+    parts = []
+    if joined_share:
+        parts.append(
+            f"{100 * joined_share:.0f} % of the output tokens came together with others, in one message or one read: "
+            "TPOT leaves out those that came with the first, median and percentiles of ITL do not describe generation"
+        )
+    if at_once:
+        parts.append(f"{at_once} of {answers} answers came all at once: no TPOT and no ITL, and no TPOT limit is met")
+    if hidden:
+        parts.append(
+            f"{hidden} of {answers} answers count thinking that was not sent: TTFT includes it, TPOT and ITL are of "
+            "the tokens after it"
+        )
+    return f"Not every token has a time of its own. {'; '.join(parts)}."
+
+
+def _odd_usage(field: str, answers: int, first: str) -> str:
+    treated = "failed" if field == "completion_tokens" else "left out"
+    counted, before = ("1 answer", "") if answers == 1 else (f"{answers:,} answers", "the first: ")
+    where = "usage" if field == "usage" else f"{field} in the usage"
+    return f"{where} of {counted} is no possible number of tokens ({before}{first}): {treated}"
+
+
+def health_in_words(status: int, timeout_s: float) -> str:
+    """What a server's /health says; ``status`` 0: it gives no answer within ``timeout_s``."""
+    return f"/health answers {status}" if status else f"/health gives no answer within {timeout_s:.3g} s"
+
+
+def _not_ready(health: int, timeout_s: float) -> str:
+    said = health_in_words(health, timeout_s)
+    return f"The server's {said}; a request for one token was answered, so the run went on."
+
+
+def _rows_left_out(rows: int, dropped: Mapping[str, Mapping[str, int]], kept_with: str) -> str:
+    total = sum(count["rows"] for count in dropped.values())
+    why = ", ".join(
+        f"{count['rows']:,} with {reason} (first: line {count['first_line']:,})" for reason, count in dropped.items()
+    )
+    remedy = f"; {kept_with} keeps failed requests that have token counts" if kept_with else ""
+    return f"{total:,} of {rows:,} rows left out: {why}{remedy}"
+
+
+def _hits_not_replayed(cached_share: float, sessions: bool) -> str:
+    within = "only requests of one session" if sessions else "no requests"
+    return (
+        f"{100 * cached_share:.1f} % of the prompt tokens were cached when recorded; without hash_ids or messages "
+        f"{within} share prefixes here, so that the hit rate of a run can be another"
+    )
+
+
+def _columns_added(column: str, added: Sequence[str]) -> str:
+    parts = " + ".join((column, *added))
+    return f"prompts have {parts} tokens, as Anthropic's API counts them; --columns input={column} takes that one alone"
+
+
+def _turns_by_delay(column: str, lengths_add: bool) -> str:
+    added = "; their prompts hold the session so far, and their hash_ids are not used" if lengths_add else ""
+    return (
+        f"later turns start {column} after the turn before has ended{added}. Rates count answers as if they took no "
+        "time"
+    )
+
+
+def _drafts_modelled(tokens: int, model: str, layers: int) -> str:
+    own = f"each of {tokens} drafting passes as {layers} of its layers and its head"
+    return (
+        f"steps with drafts are modelled, not measured: {1 + tokens} tokens per decode through the weights of {model}, "
+        f"its keys read once per sequence, {own if layers else 'drafting as free'}"
+    )
+
+
 _LAG_REMEDY = "use more --workers or less load, or allow more with --lag-limit-ms"
 _INVALID: Texts = {
     "all-failed": "every request failed",
     "client-late": (
         f"the client fell behind its schedule: p99 lag {{p99_lag_ms:.1f}} ms, limit {{limit_ms:.4g}} ms; {_LAG_REMEDY}"
+    ),
+    "clocks-apart": (
+        "the clocks of the client nodes agree to {error_ms:.1f} ms only, limit {limit_ms:.4g} ms; synchronise them "
+        "(NTP, PTP), or allow more with --lag-limit-ms"
     ),
     "cut-off": "cut off before its end",
     "decode-out-of-memory": (
@@ -369,6 +545,7 @@ _INVALID: Texts = {
     ),
     "interrupted": "interrupted before the plan was complete",
     "many-failed": _many_failed,
+    "node-lost": "client node {address} was lost ({why}); its unfinished requests are node_lost",
     "not-stored": "not stored: {error}",
     "nothing-planned": "no request was planned",
     "server-died": "{error}",
@@ -392,6 +569,7 @@ TEXTS: Texts = {
         "fewer requests."
     ),
     "api-server-limit": _api_server_limit,
+    "beyond-server": "{requests} request(s) exceed the server's max_model_len and were left out",
     "budget-below-seqs": (
         "At most {budget} of up to {seqs} sequences decode per step under budget={budget}; vLLM refuses a token budget "
         "below --max-num-seqs."
@@ -399,27 +577,82 @@ TEXTS: Texts = {
     "directory-lost": (
         "The output directory was removed or replaced during the run and made again; what else was in it is gone."
     ),
+    "few-connections": (
+        "{requests} requests that were the first on their connection waited up to {longest_s:.2g} s (median "
+        "{median_s:.2g} s) while later ones, on connections in use, were answered: the server, or a proxy before it, "
+        "serves few connections at a time (threads, a limit), so their latencies are not those of generation; give "
+        "--connections per-request, or a lower load."
+    ),
     "few-requests": _few_requests,
+    "ids-renamed": "{requests} request ids occurred more than once and were made unique",
     "k-always-met": _k_always_met,
     KV_CACHE: _kv_cache,
+    "metrics-unread": "The server's /metrics is {why} and was not read.",
     "never-active-enough": (
         "At most {active:,} sequences are active, so with min_active={min_active} EB+ never chooses and stays in mixed "
         "batches, as v1."
     ),
     "no-steady-window": "The load never reached 95 % of its target, so there is no steady throughput.",
+    "nodes-share-machine": (
+        "the {nodes} client nodes are on {machines} machine(s): nodes of one machine share its processors"
+    ),
+    "not-ready": _not_ready,
+    "odd-usage": _odd_usage,
     "one-token-answers": (
         "{single:,} of {answers:,} answers have one token and so no TPOT: they count as within tpot:{tpot_ms:g}."
     ),
     OTHER_MODEL: _other_model,
+    "other-tokenizer": (
+        "the server counts prompt tokens otherwise than the plan in {differ} of {requests} requests (median "
+        "{median_ratio:.2f} times as many); its counts are used"
+    ),
+    "phases-by-node": (
+        "each client node begins a phase when it has released its own sessions of the phase before, so phases do not "
+        "change at one time on all nodes"
+    ),
     ESTIMATED_TOKENS: (
         "The server reported no token counts for {answers:,} of {completed:,} answers: their output tokens are an "
         "estimate, counted with {by}, and so are TPOT and all figures per token; their prompt tokens are the plan's."
     ),
     "policy-is-a-label": _label,
+    "power-absent": "No GPU power and energy for this run: {why}.",
     "rebuilt": _rebuilt,
+    "shared-times": _shared_times,
     "short-steady-window": _short_steady_window,
+    "spans-lost": "{lost} of {spans} request spans were not accepted by {endpoint}",
     "stated-limits": _stated_limits,
+    "tokenizer-absent": (
+        "--tokenizer {tokenizer} is not available here, so answers without usage fail; give a local tokenizer.json or "
+        "its folder."
+    ),
     WARM_CACHE: _warm_cache,
+    # How a log was read.
+    "block-size-derived": "its hash ids are read as blocks of {block_tokens} tokens, the size that fits all prompts",
+    "columns-added": _columns_added,
+    "columns-passed-over": (
+        lambda columns: f"columns {', '.join(columns)} have similar names and are not used; --columns chooses"
+    ),
+    "ends-before-starts": (
+        "requests that end before they start: {requests:,} (first: line {first_line:,}); their ends are not used"
+    ),
+    "hits-not-replayed": _hits_not_replayed,
+    "last-message-is-answer": (
+        "the last message of each request, which the assistant says, is taken as the answer to those before"
+    ),
+    "longbench-v2": "LongBench v2 is a data set without times; a prompt is its context, question and choices",
+    "rows-left-out": _rows_left_out,
+    "rows-not-in-order": (
+        "rows earlier than the row before: {rows:,} (first: line {first_line:,}); they are put in order"
+    ),
+    "sessions-start-together": (
+        "{files:,} files with a session each: their times count from each session's own start, so that recorded times "
+        "let all sessions begin together; --scenario poisson --request-rate R spreads them"
+    ),
+    "times-are-ends": "its times are those at which requests ended, since it has no durations",
+    "turns-by-delay": _turns_by_delay,
+    "users-are-no-sessions": (
+        "requests of one {column} are not taken as one session; --columns session={column} does that"
+    ),
     # Of plans, devices and engines.
     "attention-scaled": _attention_scaled,
     "beyond-capacity": (
@@ -438,6 +671,7 @@ TEXTS: Texts = {
         "the {ranks} ranks of an instance compute prompts in the same passes: start vLLM with "
         "--prefill-schedule-interval {interval}, by which they count them"
     ),
+    "drafts-modelled": _drafts_modelled,
     "eager-unknown": "--enforce-eager changes nothing here: only kernel tables know what CUDA graphs save",
     "experts-divided": (
         "experts of {model} divided among {gpus} {device} were not measured: those of one GPU, all but their fixed "
@@ -503,6 +737,7 @@ TEXTS: Texts = {
         "{estimated} of {layers} layers have {what}, which was not measured on {device}: its time is a roofline "
         "estimate, too fast rather than too slow"
     ),
+    LIBRARY_ABSENT: "{library} may have what was not measured here: {command}",
     "linear-cost": (
         "linear cost model: step time does not grow with context length; good for the controller, coarse for a device"
     ),
@@ -523,11 +758,8 @@ TEXTS: Texts = {
         "experts in MXFP4 compute with activations in MXFP8 on {device}, as vLLM's recipe for gpt-oss sets it "
         "(VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8=1); without it steps of gpt-oss take 10 to 50 % longer"
     ),
-    # InferenceX (0.10.2) and inference-perf (0.11), TPOT of dense models: -2.5 to -7.8 % in the median.
-    "older-vllm": (
-        "--vllm-version {vllm_version} sets defaults and KV cache of that version, not its kernels, CUDA graphs and "
-        "host: those of 0.19 to 0.24 are 2 to 8 % faster in the median than measured servers of 0.10 and 0.11"
-    ),
+    "not-as-served": "{what}: not measured as served on {device}; {taken}",
+    "older-vllm": _older_vllm,
     "other-shape": lambda given, model, params: (
         f"{given} has the name of {model} and another shape ({params / 1e9:.2f}B parameters): what is published and "
         "fitted for that model is not used"

@@ -128,8 +128,8 @@ def _paragraphs(section: Section) -> Iterator[RenderableType]:
     for row in section.rows:
         yield Text(f"\n{text(row[0], first)}", style="bold")
         for value, column in zip(row[1:], others, strict=True):
-            if said := text(value, column):
-                yield Padding(Text(f"{column.name}: {said}"), (0, 0, 0, 2))
+            if cell_text := text(value, column):
+                yield Padding(Text(f"{column.name}: {cell_text}"), (0, 0, 0, 2))
 
 
 def pieces(section: Section, width: int) -> Iterator[Section]:

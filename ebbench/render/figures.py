@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.phases import Surface, latencies_ms, run_surfaces
-from ebbench.errors import DataError, UnknownNameError
+from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.installation import need
 from ebbench.records import files
 from ebbench.records.run import Run
@@ -111,6 +111,17 @@ def styled(chart: Any, legend: str = "bottom") -> Any:
         .configure_title(fontSize=13, anchor="start", subtitleFontSize=11, subtitleColor="#444")
         .configure_view(stroke="#BBB")
     )  # fmt: skip
+
+
+def formats_of(text: str) -> list[str]:
+    """The formats of ``pdf,svg``. Raises UsageError, UnknownNameError."""
+    chosen = [part.strip() for part in text.split(",") if part.strip()]
+    if not chosen:
+        raise UsageError(f"--format is empty; write any of {','.join(FORMATS)}")
+    for wanted in chosen:
+        if wanted not in FORMATS:
+            raise UnknownNameError("figure format", wanted, FORMATS)
+    return chosen
 
 
 def save(chart: Any, stem: Path, formats: Sequence[str] = FORMATS, *, legend: str = "bottom") -> list[Path]:

@@ -256,10 +256,10 @@ class _Shown:
         elapsed_s = time.monotonic() - self._began_s
         if self._last is None:
             return f"{self._label}: {in_words(elapsed_s)} so far"
-        told = f"{self._label}: {describe(self._last)}"
+        line = f"{self._label}: {describe(self._last)}"
         done = self._last.completed + sum(self._last.failures.values())
         left_s = None if self._last.waiting_for or not self._known else time_left_s(elapsed_s, done, self._last.planned)
-        return told if left_s is None else f"{told}  {in_words(left_s)} to go"
+        return line if left_s is None else f"{line}  {in_words(left_s)} to go"
 
     def _counts(self) -> tuple[int, int]:
         return (0, self._planned) if self._last is None else (self._last.completed, self._last.planned)

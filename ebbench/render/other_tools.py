@@ -103,8 +103,8 @@ def _difference_line(figure: str, tools: Sequence[str], reasons: Mapping[str, st
     if not by_reason:
         return []
     name = LATENCIES.get(figure) or _RATES[figure].partition(",")[0]
-    told = "; ".join(
+    explained = "; ".join(
         f"{'all others' if len(names) == shown > 1 else ', '.join(names)}: {reason}"
         for reason, names in by_reason.items()
     )
-    return [f"{name} (ebbench: {_OWN[figure]}). {told}."]
+    return [f"{name} (ebbench: {_OWN[figure]}). {explained}."]

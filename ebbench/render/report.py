@@ -102,8 +102,8 @@ def _accepted(drafted: Drafted) -> str:
     positions = (
         f"by position: {', '.join(f'{rate_at:.2f}' for rate_at in drafted.acceptance)}" if drafted.acceptance else ""
     )
-    said = ", ".join(filter(None, (rate, positions)))
-    return f"{drafted.mean_acceptance_length:.2f} tokens per step with drafts{f' ({said})' if said else ''}"
+    details = ", ".join(filter(None, (rate, positions)))
+    return f"{drafted.mean_acceptance_length:.2f} tokens per step with drafts{f' ({details})' if details else ''}"
 
 
 def _unlike(summaries: Sequence[Summary]) -> bool:
@@ -212,7 +212,7 @@ def document(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) 
     summaries = [summary for case in cases for summary in case.summaries]
     groups = [group for case in cases for group in case.groups]
     compared = tables.comparison(cases, all_percentiles=all_percentiles)
-    said = [
+    note_lines = [
         *load_and_limits(summaries),
         *compared.notes,
         *(f"{title}: {line}" if title else line for title, lines, _ in sentences.verdicts(cases) for line in lines),
@@ -222,7 +222,7 @@ def document(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) 
         *sentences.caveats(groups),
     ]
     parts = [section for case in cases for section in tables.parts(case)]
-    return replace(compared, title=machine(summaries), sections=(*compared.sections, *parts), notes=tuple(said))
+    return replace(compared, title=machine(summaries), sections=(*compared.sections, *parts), notes=tuple(note_lines))
 
 
 def print_report(console: Console, cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) -> None:

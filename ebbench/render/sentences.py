@@ -43,12 +43,32 @@ from ebbench.analysis.certainty import (
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts
 from ebbench.analysis.summary import Summary, named
 from ebbench.analysis.validity import by_policy, told_once
-from ebbench.records.warnings import KV_CACHE
+from ebbench.analysis.verdict import listed_seeds
+from ebbench.records.warnings import KV_CACHE, Texts
 from ebbench.render.numbers import change, count, duration_ms, listed, micros, percent, rate, spark
 from vllm_eb.policy import known_policy
 
 # What a comparison leaves open: chance, and differences between the whole run and its steady window.
 
+PAIRING: Texts = {
+    "copies": (
+        "{pairs} pair(s) left out as copies: in virtual time, plans of the same lengths and arrivals give the same "
+        "figures whatever their seed; take another trace or other requests to measure more"
+    ),
+    "runs_alone": lambda runs, side, seeds: (
+        f"{runs} run(s) of the {side} left out: the other side has no run of {listed_seeds(seeds)}"
+    ),
+    "runs_in_excess": "{runs} run(s) of the {side} left out: the other side has fewer runs of the same plan",
+    "runs_invalid": "{runs} INVALID run(s) of the {side} left out: the same plan was measured again",
+}
+"""Runs and pairs that are not compared."""
+SKIPPED: Mapping[str, str] = {
+    "limits_differ": "the runs were given different limits",
+    "no_limits": "no limits given (--goodput)",
+    "too_few_samples": "too few samples in some run",
+    "zero": "zero in some run",
+}
+"""Why a figure is not compared."""
 MOST_PAIRS = 100
 """Larger numbers of pairs are not suggested."""
 NO_PROMPT_HELD = (
@@ -499,25 +519,27 @@ def caveats(groups: Sequence[Group]) -> list[str]:
     Warnings that differ only in numbers are merged, with the range of each number.
     """
     summaries = [summary for group in groups for summary in group.summaries]
-    said = [[str(warning) for warning in summary.warnings if warning.code != KV_CACHE] for summary in summaries]
+    texts_by_run = [[warning for warning in summary.warnings if warning.code != KV_CACHE] for summary in summaries]
     invalid = [
         f"INVALID {summary.policy} (seed {summary.seed}): {'; '.join(map(str, summary.reasons))}."
         for summary in summaries
         if not summary.valid
     ]
-    return [*invalid, *_memory(groups), *told_once(said, by_policy([summary.policy for summary in summaries]))]
+    return [*invalid, *_memory(groups), *told_once(texts_by_run, by_policy([summary.policy for summary in summaries]))]
 
 
 def _memory(groups: Sequence[Group]) -> list[str]:
     """What a full KV cache cost, one line per policy, and one remedy for all."""
-    said: dict[str, list[str]] = {}
+    policies_by_line: dict[str, list[str]] = {}
     remedy = ""
     for group in groups:
         warnings = [
             [warning for warning in summary.warnings if warning.code == KV_CACHE] for summary in group.summaries
         ]
-        for line in told_once([[warning.sentence for warning in of_run] for of_run in warnings], lambda _: ""):
-            said.setdefault(line, []).append(group.policy)
+        for line in told_once(warnings, lambda _: "", lambda warning: warning.sentence):
+            policies_by_line.setdefault(line, []).append(group.policy)
         remedy = next((warning.way_out for of_run in warnings for warning in of_run), remedy)
-    lines = [line if len(names) == len(groups) else f"{', '.join(names)}: {line}" for line, names in said.items()]
+    lines = [
+        line if len(names) == len(groups) else f"{', '.join(names)}: {line}" for line, names in policies_by_line.items()
+    ]
     return [*lines[:-1], f"{lines[-1]} {remedy}"] if lines else []

@@ -56,17 +56,17 @@ def make_timeline(run: Run) -> Timeline:
     steps = run.table("steps", _STEP_COLUMNS)
     if not steps.num_rows:
         return _of_requests(run, columns, title, phases)
-    held = {name: steps[name].to_numpy(zero_copy_only=False) for name in _STEP_COLUMNS}
-    times = held["start_ns"] / 1e9
+    step_columns = {name: steps[name].to_numpy(zero_copy_only=False) for name in _STEP_COLUMNS}
+    times = step_columns["start_ns"] / 1e9
     return Timeline(
         title,
         phases,
-        modes=_mode_spans(times, held["end_ns"] / 1e9, held["mode"]),
+        modes=_mode_spans(times, step_columns["end_ns"] / 1e9, step_columns["mode"]),
         throughput=_throughput(columns),
-        sizes=_sizes(run, times, held),
+        sizes=_sizes(run, times, step_columns),
         sides=_sides(run),
-        queue=_binned("waiting", times, held["waiting"]) + _binned("running", times, held["running"]),
-        kv=_binned("KV", times, 100 * held["kv_blocks_used"] / np.maximum(held["kv_blocks_total"], 1)),
+        queue=_binned("waiting", times, step_columns["waiting"]) + _binned("running", times, step_columns["running"]),
+        kv=_binned("KV", times, 100 * step_columns["kv_blocks_used"] / np.maximum(step_columns["kv_blocks_total"], 1)),
     )
 
 
@@ -122,11 +122,11 @@ def _ttft(columns: RequestColumns, edges: npt.NDArray[np.float64]) -> list[Row]:
         name: [] for name in (*palette.TTFT, *(f"median of {c}" for c in columns.classes))
     }
     for part in np.unique(place[place < len(middles)]):
-        here, t = place == part, float(middles[part])
+        in_part, t = place == part, float(middles[part])
         for name, share in zip(palette.TTFT, (0.5, 0.9), strict=True):
-            rows_by_series[name].append({"t": t, "series": name, "value": float(np.quantile(ttft_ms[here], share))})
+            rows_by_series[name].append({"t": t, "series": name, "value": float(np.quantile(ttft_ms[in_part], share))})
         for name in columns.classes:
-            if (in_class := here & (classes == name)).any():
+            if (in_class := in_part & (classes == name)).any():
                 series = f"median of {name}"
                 rows_by_series[series].append({"t": t, "series": series, "value": float(np.median(ttft_ms[in_class]))})
     return [row for rows in rows_by_series.values() for row in rows]
@@ -153,10 +153,10 @@ def _throughput(columns: RequestColumns) -> list[Row]:
     return [{"t": float(t), "value": float(y)} for t, y in zip(middles, rate, strict=True)]
 
 
-def _sizes(run: Run, times: npt.NDArray[np.float64], held: dict[str, npt.NDArray[Any]]) -> list[Row]:
+def _sizes(run: Run, times: npt.NDArray[np.float64], columns: dict[str, npt.NDArray[Any]]) -> list[Row]:
     rows = []
     for name, label in (("k", "k*"), ("n_limit", "N*")):
-        column = np.asarray(held[name], np.float64)
+        column = np.asarray(columns[name], np.float64)
         known = np.isfinite(column)
         if known.any():
             rows += _binned(label, times[known], column[known])

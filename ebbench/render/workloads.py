@@ -33,7 +33,7 @@ def print_workload(name: str, described: dict[str, Any], console: Console) -> No
     elif "arrivals" in described:
         console.print(arrival_line(described["arrivals"]))
     for warning in described["warnings"]:
-        console.print(f"note: {warning}", markup=False)
+        console.print(f"note: {warning['text']}", markup=False)
 
 
 def arrival_line(arrivals: dict[str, float]) -> str:
@@ -81,6 +81,9 @@ def _print_traffic(console: Console, log: dict[str, Any]) -> None:
         )
     if "cached_share" in log:
         console.print(f"cache: {log['cached_share']:.1%} of the prompt tokens were cached when recorded")
+    if "acceptance" in log:
+        rates = ", ".join(f"{rate:.2f}" for rate in log["acceptance"])
+        console.print(f"drafted tokens: accepted by position {rates}", markup=False)
     hazard = log["hazard"]
     console.print(f"completion hazard: {hazard.get('verdict') or hazard['untested']}", markup=False)
 

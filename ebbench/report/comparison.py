@@ -20,15 +20,19 @@ from ebbench.analysis.paired import (
     Contrast,
     PairedComparison,
     PolicyContrasts,
+    compare_cases,
     pairs_needed_by,
 )
-from ebbench.analysis.units import DRAFTS, HIGHER_IS_BETTER, LABELS, GateUnit
+from ebbench.analysis.units import DRAFTS, GateUnit, gate_units, is_higher_better, label_of
 from ebbench.analysis.validity import by_settings, told_once
 from ebbench.analysis.verdict import COPIES, GATED, repeated_until_clear
+from ebbench.errors import DataError, EbbenchError
+from ebbench.records.run import Run
+from ebbench.records.warnings import fact
 from ebbench.render import numbers
 from ebbench.render.documents import section_tables
 from ebbench.render.report import notes as titled
-from ebbench.render.sentences import AHEAD, WINS
+from ebbench.render.sentences import AHEAD, PAIRING, SKIPPED, WINS
 from ebbench.report import page_tables
 
 BETTER, WORSE, UNDECIDED, IDENTICAL = "better", "worse", "undecided", "identical"
@@ -104,7 +108,7 @@ def caveats(comparisons: Sequence[PairedComparison]) -> list[str]:
         for unit in units
     ]
     return told_once(
-        [said for _, said in runs], by_settings([settings for settings, _ in runs], lambda _, value: value, "runs")
+        [texts for _, texts in runs], by_settings([settings for settings, _ in runs], lambda _, value: value, "runs")
     )
 
 
@@ -162,7 +166,7 @@ def _p(value: float) -> str:
 def _row(contrast: Contrast) -> tuple[Value, ...]:
     show = numbers.duration_ms if contrast.figure.endswith("_ms") else numbers.rate
     return (
-        LABELS[contrast.figure],
+        label_of(contrast.figure),
         show(contrast.baseline),
         show(contrast.value),
         contrast.change,
@@ -187,7 +191,7 @@ def verdict(contrast: Contrast) -> str:
         return IDENTICAL
     if contrast.p_adjusted > ALPHA or contrast.change == 0:
         return UNDECIDED
-    return BETTER if (contrast.change > 0) == (contrast.figure in HIGHER_IS_BETTER) else WORSE
+    return BETTER if (contrast.change > 0) == is_higher_better(contrast.figure) else WORSE
 
 
 def verdict_sentence(comparison: PairedComparison, policy: PolicyContrasts) -> str:
@@ -203,13 +207,13 @@ def verdict_sentence(comparison: PairedComparison, policy: PolicyContrasts) -> s
     by = f"{numbers.change(contrast.change)} {_figure_name(contrast)} of {policy.label} against {comparison.baseline}"
     kept_up = " Both keep up with the arrivals, so latency decides." if contrast.figure == REQUEST_TIME else ""
     higher = contrast.change > 0
-    leader = policy.label if higher == (contrast.figure in HIGHER_IS_BETTER) else comparison.baseline
-    said, kept_up = verdict(contrast), kept_up + _by_drafts(policy)
+    leader = policy.label if higher == is_higher_better(contrast.figure) else comparison.baseline
+    word, kept_up = verdict(contrast), kept_up + _by_drafts(policy)
     if abs(contrast.change) < TIE:
         return f"No winner: {by}.{kept_up}"
     if _explained_by_drafts(contrast, policy):
         return f"No winner among the policies: {by}.{kept_up}"
-    if said in (BETTER, WORSE):
+    if word in (BETTER, WORSE):
         return f"{leader} {WINS}: {by}, 95 % interval {_interval(contrast)}.{kept_up}"
     return f"{leader} {AHEAD}: {by}; {_open_question(policy, contrast)}.{kept_up}"
 
@@ -227,7 +231,7 @@ def _by_drafts(policy: PolicyContrasts) -> str:
 
 def _explained_by_drafts(contrast: Contrast, policy: PolicyContrasts) -> bool:
     """Whether the drafts alone may have made the whole difference."""
-    gain = math.log1p(contrast.change) * (1 if contrast.figure in HIGHER_IS_BETTER else -1)
+    gain = math.log1p(contrast.change) * (1 if is_higher_better(contrast.figure) else -1)
     drafts = math.log1p(policy.drafts)
     return gain * drafts > 0 and abs(gain) <= abs(drafts)
 
@@ -247,7 +251,7 @@ def _open_question(policy: PolicyContrasts, contrast: Contrast) -> str:
 def _gate_notes(comparison: PairedComparison) -> list[str]:
     """Figures other than the deciding one that are undecided here and worse by the gate's one-sided test."""
     worse = [
-        f"{LABELS[c.figure]} of {policy.label} (p = {_p(policy.worse[c.figure])})"
+        f"{label_of(c.figure)} of {policy.label} (p = {_p(policy.worse[c.figure])})"
         for policy in comparison.others
         for c in policy.contrasts
         if c.figure in policy.worse and c.figure != policy.deciding and verdict(c) == UNDECIDED
@@ -273,7 +277,7 @@ def legend(comparison: PairedComparison) -> str:
     text += "".join(f"; {line}" for line in (*_skipped(comparison), *_left_out(comparison), *_gate_notes(comparison)))
     needed = pairs_needed_by(comparison)
     if copies := max(sum(pair.copies for pair in policy.pairs) for policy in comparison.others):
-        text += f"; {copies} {COPIES}"
+        text += f"; {fact(COPIES, pairs=copies).worded(PAIRING)}"
         if pairs < needed:
             return f"{text}. {counted} {'does' if pairs == 1 else 'do'} not rule out chance."
     if pairs < 2:
@@ -282,7 +286,7 @@ def legend(comparison: PairedComparison) -> str:
     test = "valid after every pair (--repeats auto)" if sequential else "exact sign-flip test"
     text += f"; p: {test}, two-sided, Holm-adjusted over throughput and medians of all policies"
     more = dict.fromkeys(c.deciding for c in comparison.others if c.deciding not in GATED)
-    text += "".join(f"; {LABELS[figure]} decides here and counts as one test more" for figure in more)
+    text += "".join(f"; {label_of(figure)} decides here and counts as one test more" for figure in more)
     if pairs < needed:
         return f"{text}. {counted} cannot show any difference: use --repeats {needed} or more."
     detectable = "; ".join(_detectable_of(policy) for policy in comparison.others if not policy.identical)
@@ -292,7 +296,7 @@ def legend(comparison: PairedComparison) -> str:
 def _skipped(comparison: PairedComparison) -> list[str]:
     """Figures that were not compared, with the reason."""
     return [
-        f"{LABELS[figure]} left out for {contrasts.label}: {why}"
+        f"{label_of(figure)} left out for {contrasts.label}: {SKIPPED[why]}"
         for contrasts in comparison.others
         for figure, why in contrasts.skipped.items()
     ]
@@ -303,13 +307,13 @@ def _left_out(comparison: PairedComparison) -> list[str]:
     notes: dict[str, list[str]] = {}
     for policy in comparison.others:
         for note in policy.left_out:
-            notes.setdefault(note, []).append(policy.label)
+            notes.setdefault(note.worded(PAIRING), []).append(policy.label)
     return [f"{note} ({', '.join(labels)})" for note, labels in notes.items()]
 
 
 def _detectable_of(policy: PolicyContrasts) -> str:
     known = [
-        f"{LABELS[contrast.figure]} {100 * contrast.detectable:.1f} %"
+        f"{label_of(contrast.figure)} {100 * contrast.detectable:.1f} %"
         for contrast in policy.contrasts
         if contrast.detectable is not None
     ]
@@ -361,7 +365,23 @@ def _other_json(policy: PolicyContrasts) -> dict[str, Any]:
         "figures": [asdict(contrast) | {"verdict": verdict(contrast)} for contrast in policy.contrasts],
         "skipped": dict(policy.skipped),
         "copies": sum(pair.copies for pair in pairs),
-        "left_out": list(policy.left_out),
+        "left_out": [difference.to_dict(difference.worded(PAIRING)) for difference in policy.left_out],
         "worse_one_sided": dict(policy.worse),
         "tokens_per_step_change": policy.drafts,
     }
+
+
+def paired_tables(runs: Sequence[Run]) -> tuple[list[page_tables.Table], list[str]]:
+    """The paired comparison for a page, where there is one; why not, where runs of several policies do not compare."""
+    if len({run.manifest.policy for run in runs}) < 2:
+        return [], []
+    groups: dict[str, list[GateUnit]] = {}
+    try:
+        for unit in gate_units(runs):
+            groups.setdefault(unit.policy, []).append(unit)
+        compared = compare_cases(groups)
+    except DataError as error:
+        return [], [f"These runs are not comparable: {error}"]
+    except EbbenchError as error:
+        return [], [f"Left out, the paired comparison: {error}"]
+    return tables(compared), left_out(compared)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from ebbench.analysis.documents import Column, Document, Section, Value
 from ebbench.analysis.environment import run_host
-from ebbench.records.run import read_manifest
+from ebbench.errors import DataError, UsageError
+from ebbench.records.run import Run, find_runs, read_manifest
 from ebbench.render import numbers
 from ebbench.render.documents import Console, narrowed, rendered, section_tables
-from ebbench.runs.stored import Listing, StoredRun
+from ebbench.report.page_tables import shown_runs
+from ebbench.runs.stored import Listing, StoredRun, check_free, listed, remove
 from ebbench.sizing.chart import stored_capacity
 from ebbench.sizing.sentences import load
+from ebbench.untrusted import visible
 
 _LEAST = (
     "seed", "engine", "model", "commit", "workload", "label", "policy", "device", "begun (UTC)", "tags", "name",
@@ -105,6 +111,25 @@ def print_list(listing: Listing, roots: Sequence[Path], style: str = "table") ->
         Console(stderr=True, highlight=False).say(note)
 
 
+def remove_asked(chosen: Sequence[StoredRun], roots: Sequence[Path], *, yes: bool, dry_run: bool = False) -> None:
+    """List what goes, ask, and remove it. Raises UsageError where nobody can be asked."""
+    if not chosen:
+        print("nothing to remove")
+        return
+    check_free(chosen)
+    print_list(Listing(tuple(chosen)), roots)
+    if dry_run:
+        return
+    if not yes and not sys.stdin.isatty():
+        raise UsageError("nothing was removed; --yes removes what is listed above")
+    if not yes:
+        typer.confirm("Remove these for good?", abort=True)
+    for run in chosen:
+        for left in remove(run):
+            print(visible(f"left in place: {left}, which ebbench did not write"), file=sys.stderr)
+    print(f"removed {len(chosen)}")
+
+
 def print_described(runs: Sequence[StoredRun]) -> None:
     """Print what is known of each run besides its figures."""
     console = Console(highlight=False)
@@ -157,3 +182,38 @@ def as_json(listing: Listing) -> dict[str, Any]:
         for run in listing.runs
     ]  # fmt: skip
     return {"runs": runs, "problems": {str(path): why for path, why in listing.problems.items()}}
+
+
+# Runs that `ebbench show` prints.
+
+MANY = 4
+"""Unlike runs from which on a list of them comes first."""
+
+
+def print_head(paths: Sequence[Path], *, several: bool) -> None:
+    """Print a list of many unlike runs, and which searches are left out below these directories."""
+    below = listed([path for path in paths if path.is_dir()])
+    if several:
+        print_list(below, paths)
+        print()
+    searches = [run for run in below.runs if run.kind == "search" and run.path not in paths]
+    if searches:
+        probes = sum(run.probes for run in searches)
+        told = f"{len(searches)} capacity search(es) with {probes} probes are left out"
+        print(f"{told}: show their directories, such as {searches[0].path}, for their answers", file=sys.stderr)
+
+
+def load_shown(paths: Sequence[Path]) -> tuple[list[Run], list[DataError]]:
+    """The complete runs, and the errors of the others. Raises DataError if none is complete."""
+    loaded, damaged = [], []
+    places = [path for given in paths for path in shown_runs(given) or find_runs([given])]
+    if not places:
+        raise DataError(f"{paths[0]}: no run besides the probes of capacity searches; give the directory of a search")
+    for place in places:
+        try:
+            loaded.append(Run.load(place))
+        except DataError as error:
+            damaged.append(error)
+    if damaged and not loaded:
+        raise damaged[0]
+    return loaded, damaged

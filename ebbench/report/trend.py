@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, Value
-from ebbench.analysis.environment import UNKNOWN_DEVICE, differences, remedy
+from ebbench.analysis.environment import UNKNOWN_DEVICE, differences, listed
 from ebbench.analysis.statistics import PairedInterval
 from ebbench.analysis.trend import Change, Point, Trend
-from ebbench.analysis.units import LABELS
+from ebbench.analysis.units import label_of
+from ebbench.records import files
 from ebbench.render import figures, numbers, palette
+from ebbench.render.documents import rendered
+from ebbench.report import page
 from ebbench.report.page_data import Page
 from ebbench.report.page_tables import SearchSection, of_section
 
@@ -54,20 +58,17 @@ def _title(series: Series, all_series: Sequence[Series]) -> str:
 
 def _why_apart(all_series: Sequence[Series]) -> list[str]:
     """Why runs of one policy and load are in several series: their environments differ."""
-    said = []
+    reasons = []
     known: dict[tuple[str, str, str], Point] = {}
     for series in all_series:
         kind, point = series[0].kind, series[0].points[0]
         first = known.setdefault((kind.policy, kind.load, kind.limits), point)
         unlike = differences(first.units[0].environment, point.units[0].environment)
         if unlike:
-            said.append(
-                f"Apart, since they differ in {'; '.join(unlike)}: runs of {kind.policy}. A host that has another name "
-                "every night gets one with --host-label."
-                if remedy(unlike) == "--allow host"
-                else f"Apart, since they differ in {'; '.join(unlike)}: runs of {kind.policy}."
-            )
-    return said
+            renamed = {difference.key for difference in unlike} == {"host"}
+            label = " A host that has another name every night gets one with --host-label." if renamed else ""
+            reasons.append(f"Apart, since they differ in {listed(unlike)}: runs of {kind.policy}.{label}")
+    return reasons
 
 
 def _section(series: Series, title: str, last: int | None) -> Section:
@@ -95,7 +96,7 @@ def _dates(points: Sequence[Point]) -> list[Value]:
 
 
 def _figure_columns(trend: Trend, shown: range) -> list[tuple[Column, list[Value]]]:
-    name, show = LABELS[trend.figure], numbers.duration_ms if trend.figure.endswith("_ms") else numbers.rate
+    name, show = label_of(trend.figure), numbers.duration_ms if trend.figure.endswith("_ms") else numbers.rate
     values = [trend.values[place] for place in shown]
     changes = {change.place: numbers.change(change.bounds[0]) for change in trend.changes}
     return [
@@ -125,7 +126,7 @@ def sentences(series: Series, title: str) -> list[str]:
     """What changed in a series, and whether its newest point is worse."""
     lines = []
     for trend in series:
-        name, points = LABELS[trend.figure], trend.points
+        name, points = label_of(trend.figure), trend.points
         lines += [_change_told(name, change, points[change.place]) for change in trend.changes]
         if trend.newest is not None and trend.newest.outcome == "fail":
             lines.append(
@@ -138,8 +139,10 @@ def sentences(series: Series, title: str) -> list[str]:
                 f"than every point before it, but {len(trend.newest.losses)} pair(s) of runs cannot show it; six can "
                 "(--repeats 6)."
             )
-    told = lines or ["no change is shown" if len(series[0].points) > 1 else "one point; a trend needs two or more"]
-    return [f"{title}: {line}" for line in told]
+    shown_lines = lines or [
+        "no change is shown" if len(series[0].points) > 1 else "one point; a trend needs two or more"
+    ]
+    return [f"{title}: {line}" for line in shown_lines]
 
 
 def _change_told(name: str, change: Change, point: Point) -> str:
@@ -214,7 +217,7 @@ def _panel(trend: Trend, width: int, height: int) -> Any:
          **({"low": value.low, "high": value.high} if math.isfinite(value.high) else {})}
         for place, (point, value) in enumerate(zip(trend.points, trend.values, strict=True)) if value is not None
     ]  # fmt: skip
-    title = LABELS[trend.figure] + (", ms" if trend.figure.endswith("_ms") else "")
+    title = label_of(trend.figure) + (", ms" if trend.figure.endswith("_ms") else "")
     x = alt.X(
         "place:Q", title="point", scale=alt.Scale(nice=False, padding=8), axis=alt.Axis(tickMinStep=1, format="d")
     )
@@ -269,9 +272,9 @@ def trend_page(all_series: Sequence[Series], title: str = "") -> Page:
     for series, section in zip(all_series, shown.sections, strict=True):
         grouped = [f"{column.group} {column.name}".strip() for column in section.columns]
         table = of_section(section, section.title)
-        told = tuple(line.removeprefix(f"{section.title}: ") for line in sentences(series, section.title))
+        lines = tuple(line.removeprefix(f"{section.title}: ") for line in sentences(series, section.title))
         picture = chart(series).to_dict(validate=False) | {"background": None}
-        sections.append(SearchSection(type(table)(table.title, tuple(grouped), table.rows, table.note), told, picture))
+        sections.append(SearchSection(type(table)(table.title, tuple(grouped), table.rows, table.note), lines, picture))
     alert = {"worse": "Worse.", "doubt": "Perhaps worse.", "": "No alert."}[worst_alert(all_series)]
     return Page(
         title=title or "Trend", subtitle=(shown.title,), verdicts=(("", (alert,), False),),
@@ -279,3 +282,18 @@ def trend_page(all_series: Sequence[Series], title: str = "") -> Page:
         tables=(), explanations=(), environment=(), labels=(), policies=(), cases=(), shared={}, runs=(),
         searches=tuple(sections),
     )  # fmt: skip
+
+
+def write(
+    series: Sequence[Series], style: str, *, plot: Path | None, html: Path | None, summary: Path | None,
+    last: int | None,
+) -> None:  # fmt: skip
+    """Draw and write the trend where that is asked for, then print it; ``style``: of the table, or json."""
+    if plot is not None:
+        save_chart(series, plot)
+    if html is not None:
+        page.write(trend_page(series), html)
+    table = document(series, last)
+    files.append_to_summary(rendered(table, "markdown"), summary)
+    shown = json.dumps(as_json(series), indent=2, allow_nan=False) + "\n" if style == "json" else rendered(table, style)
+    print(shown, end="")

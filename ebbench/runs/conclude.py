@@ -41,10 +41,7 @@ from ebbench.records.warnings import (
     HOST_DOUBTED,
     HOST_UNFITTED,
     MIXING_UNMEASURED,
-    Caveat,
     RunWarning,
-    as_stored,
-    caveat,
     warning,
 )
 from ebbench.runs.api_server import api_server_warning
@@ -66,21 +63,16 @@ FIRST_TOKENS_MS = 1000.0
 class Batches:
     """The mean step of each phase (prefill, decode, mixed) with the phase's share of all step time.
 
-    ``longest_tokens``: prompt and answer of the longest request; ``kv_peak``: highest share of KV blocks in use;
     ``ttft_ms``: mean time to first token, 0 without any.
     """
 
     steps: Mapping[str, tuple[float, StepShape]]
-    longest_tokens: int
-    mean_tokens: float
-    kv_peak: float
     ttft_ms: float = 0.0
 
 
 def mean_batches(steps: pa.Table, requests: RequestColumns) -> Batches:
     """The batches of a run, from the columns of its steps that are no lists."""
     inputs, outputs = np.asarray(requests.input_tokens, float), np.asarray(requests.output_tokens, float)
-    mean = float((inputs + outputs).mean()) if len(inputs) else 0.0
     context = float((inputs + outputs / 2).mean()) if len(inputs) else 0.0
     spent = pc.subtract(steps["end_ns"], steps["start_ns"]).to_numpy().astype(float)
     prompts, decodes = (steps[name].to_numpy().astype(float) for name in ("prefill_tokens", "decode_seqs"))
@@ -91,11 +83,9 @@ def mean_batches(steps: pa.Table, requests: RequestColumns) -> Batches:
         if rows.any():
             shape = _shape(float(prompts[rows].mean()), float(decodes[rows].mean()), context)
             kinds[phase] = float(spent[rows].sum()) / whole, shape
-    used = steps["kv_blocks_used"].to_numpy() / np.maximum(steps["kv_blocks_total"].to_numpy(), 1)
-    longest = int((inputs + outputs).max()) if len(inputs) else 0
     waited = (requests.first_token - requests.intended)[requests.ok]
     ttft_ns = float(waited.mean()) if len(waited) else 0.0
-    return Batches(kinds, longest, mean, float(used.max(initial=0.0)), ttft_ns / 1e6)
+    return Batches(kinds, ttft_ns / 1e6)
 
 
 def _shape(prompt_tokens: float, decodes: float, context: float) -> StepShape:
@@ -103,15 +93,15 @@ def _shape(prompt_tokens: float, decodes: float, context: float) -> StepShape:
     return StepShape(((tokens, 0),) if tokens else (), seqs, round(seqs * context), seqs + (tokens > 0))
 
 
-def said_of_run(device: Device, batches: Batches, warnings: Iterable[str]) -> list[str]:
+def said_of_run(device: Device, batches: Batches, warnings: Iterable[RunWarning]) -> list[RunWarning]:
     """The warnings as far as they matter to a run of such batches, with their direction and size there."""
     if device.profile is None or device.request is None or device.geometry is None or not batches.steps:
         return list(warnings)
-    sized = (_sized(said, device, batches) if isinstance(said, Caveat) else said for said in warnings)
+    sized = (_sized(said, device, batches) for said in warnings)
     return [said for said in sized if said is not None]
 
 
-def _sized(said: Caveat, device: Device, batches: Batches) -> Caveat | None:
+def _sized(said: RunWarning, device: Device, batches: Batches) -> RunWarning | None:
     """A caveat with its size in such a run; None if it does not matter to it."""
     from ebbench.devices.roofline import RooflineCost
     from ebbench.devices.table import TableCost
@@ -124,17 +114,17 @@ def _sized(said: Caveat, device: Device, batches: Batches) -> Caveat | None:
         changes = [_change(cost, replace(cost, host=host), batches) for host in _fitted_hosts(request.parallel.tp)]
         least, most = min(changes), max(changes)
         matters = max(-least, most) >= MATTERS
-        return caveat(said.code, **said.values, change_low=least, change_high=most) if matters else None
+        return warning(said.code, **said.values, change_low=least, change_high=most) if matters else None
     if said.code == MIXING_UNMEASURED:
         share = batches.steps.get("mixed", (0.0, None))[0]
         leaning = profile.mixed_leaning
-        return caveat(said.code, **said.values, share=share, leaning=leaning) if share > MATTERS else None
+        return warning(said.code, **said.values, share=share, leaning=leaning) if share > MATTERS else None
     if said.code == HOST_DOUBTED and isinstance(cost, TableCost):
         return said if _host_decides(cost, batches) else None
     return said
 
 
-def shown_by_servers(device: Device, batches: Batches) -> list[str]:
+def shown_by_servers(device: Device, batches: Batches) -> list[RunWarning]:
     """What measured servers with this GPU had that is not modelled, where it is much of a run of such batches."""
     profile, model, request = device.profile, device.geometry, device.request
     if profile is None or model is None or request is None or not profile.front_end:
@@ -144,17 +134,17 @@ def shown_by_servers(device: Device, batches: Batches) -> list[str]:
     if not isinstance(device.cost, TableCost):
         return []
 
-    said: list[str] = []
+    caveats: list[RunWarning] = []
     spent, decodes = batches.steps.get("decode", (0.0, None))
     mixture = model.experts > 0
     if 0 < batches.ttft_ms < FIRST_TOKENS_MS:
         if mixture:
-            said.append(caveat("experts-first-tokens"))
+            caveats.append(warning("experts-first-tokens"))
         elif profile.name in _PROMPTS_WITHOUT_GRAPHS and request.parallel.tp >= FROM_GPUS:
-            said.append(caveat("first-tokens-without-graphs", gpus=request.parallel.tp, device=profile.name))
+            caveats.append(warning("first-tokens-without-graphs", gpus=request.parallel.tp, device=profile.name))
     if mixture and decodes is not None and spent > 0.5 and decodes.decode_seqs <= FEW_SEQUENCES:
-        said.append(caveat("experts-few-sequences"))
-    return said
+        caveats.append(warning("experts-few-sequences"))
+    return caveats
 
 
 _PROMPTS_WITHOUT_GRAPHS, FROM_GPUS = ("b200", "b300"), 4
@@ -270,7 +260,7 @@ def pool_figures(result: EngineResult, spec: TopologySpec, max_num_batched_token
     ``max_num_batched_tokens``: token budget of instances for which the topology sets none.
     """
     figures: dict[str, Any] = {name: result.facts.get(name) for name in ("dispatch_wait_ms", "device_wait_ms")}
-    figures["dead"] = result.invalid[0] if result.invalid else None
+    figures["dead"] = result.invalid[0].to_dict(str(result.invalid[0])) if result.invalid else None
     figures["receive_store_peak_gb"] = result.facts.get("receive_store_peak_gb")
     if not result.steps.num_rows:
         return figures
@@ -318,7 +308,7 @@ class RunContext:
 def begin(writer: RunWriter, context: RunContext) -> None:
     """Store what is known before a run in real time, so that an interrupted run can be rebuilt."""
     nothing = EngineResult(REQUESTS.empty_table(), STEPS.empty_table(), DECISIONS.empty_table(), interrupted=True)
-    reasons = (caveat("cut-off"),)
+    reasons = (warning("cut-off"),)
     writer.begin(_manifest(context, nothing, context.kind_of_time, reasons, ()), context.plan.table)
 
 
@@ -403,7 +393,7 @@ def _manifest(
     context: RunContext,
     result: EngineResult,
     clock: Clock,
-    reasons: tuple[str, ...],
+    reasons: tuple[RunWarning, ...],
     warnings: tuple[RunWarning, ...],
 ) -> Manifest:
     plan, device = context.plan, result.device or context.device
@@ -441,7 +431,7 @@ def _manifest(
         slo=context.slo.limits(),
         warnings=warnings,
         valid=not reasons,
-        reasons=tuple(_as_warnings("", reasons)),
+        reasons=reasons,
         interrupted=result.interrupted,
     )
 
@@ -475,23 +465,22 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics, batch
     simulated = context.engine in VIRTUAL_TIME
     of_device, of_engine = _caveats(context, result, batches)
     warnings = [
-        *_as_warnings("plan", context.plan.warnings),
-        *_as_warnings("device", of_device),
-        *_as_warnings("engine", of_engine),
-        *result.about_server,
-        *_as_warnings("engine", start_notes(result.device or context.device, context.options) if simulated else ()),
+        *_about("plan", context.plan.warnings),
+        *_about("device", of_device),
+        *_about("engine", of_engine),
+        *_about("engine", start_notes(result.device or context.device, context.options) if simulated else ()),
         *context.warnings,
         *_measurement_warnings(context.plan, metrics),
     ]
     if limit := api_server_warning(context.engine, context.options, result.facts, metrics):
         warnings.append(limit)
     once: dict[str, RunWarning] = {}
-    for said in warnings:
-        once.setdefault(str(said), said)
+    for stored in warnings:
+        once.setdefault(str(stored), stored)
     return tuple(once.values())
 
 
-def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tuple[list[str], list[str]]:
+def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tuple[list[RunWarning], list[RunWarning]]:
     """The warnings of the device, and of the engine about its units, that matter to this run.
 
     Measured times depend on the device's caveats only if the policy computes with its costs.
@@ -503,8 +492,8 @@ def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tup
     return of_device, said_of_run(device, batches, result.warnings)
 
 
-def _as_warnings(about: str, said: Iterable[str]) -> list[RunWarning]:
-    return [as_stored(text, about) for text in said]
+def _about(about: str, said: Iterable[RunWarning]) -> list[RunWarning]:
+    return [msgspec.structs.replace(text, about=about) for text in said]
 
 
 _LONGER = 3.0
@@ -533,9 +522,9 @@ def _one_token_warnings(columns: RequestColumns, slo: Slo) -> list[RunWarning]:
     limited = [(columns.ok & (columns.request_class == name), slo.of_class(name).tpot) for name in columns.classes]
     warnings = []
     for answers, tpot_ms in limited if slo.classes else [(columns.ok, slo.tpot)]:
-        of, single = int(answers.sum()), int((answers & (columns.sent_tokens < 2)).sum())
-        if tpot_ms is not None and single and single >= 0.01 * of:
-            warnings.append(warning("one-token-answers", single=single, answers=of, tpot_ms=tpot_ms))
+        total, single = int(answers.sum()), int((answers & (columns.sent_tokens < 2)).sum())
+        if tpot_ms is not None and single and single >= 0.01 * total:
+            warnings.append(warning("one-token-answers", single=single, answers=total, tpot_ms=tpot_ms))
     return warnings
 
 

@@ -27,7 +27,7 @@ from ebbench.records.files import TableParts
 from ebbench.records.manifest import RunLabels, wall_clock_ns
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, RunWriter
-from ebbench.records.warnings import RunWarning, caveat, warning
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.render.documents import Console
 from ebbench.render.live import Work, reporter, shown
 from ebbench.runs.conclude import RunContext, begin, conclude_with_summary, pool_figures
@@ -67,8 +67,10 @@ def _released(plan: Plan, result: EngineResult) -> tuple[Plan, EngineResult]:
 
     One machine releases them in plan order; several do so each with its own sessions.
     """
-    left = result.requests.filter(pc.equal(result.requests["error_class"], "not_released"))["session"].unique()
-    kept_rows = pc.invert(pc.is_in(plan.table["session"], value_set=left))
+    never_released = result.requests.filter(pc.equal(result.requests["error_class"], "not_released"))[
+        "session"
+    ].unique()
+    kept_rows = pc.invert(pc.is_in(plan.table["session"], value_set=never_released))
     if pc.all(kept_rows).as_py():
         return exhausted(plan, result)
     part = plan_part(plan, plan.table.filter(kept_rows))
@@ -129,7 +131,7 @@ def plan_part(plan: Plan, table: pa.Table) -> Plan:
 def exhausted(plan: Plan, result: EngineResult) -> tuple[Plan, EngineResult]:
     """Add a warning if all sessions were released before the time was over."""
     sessions = len(_sessions_in_order(plan))
-    note = caveat("plan-exhausted", sessions=sessions, duration_s=plan.release_for_s)
+    note = warning("plan-exhausted", sessions=sessions, duration_s=plan.release_for_s)
     return plan, replace(result, warnings=(*result.warnings, note))
 
 
@@ -250,7 +252,7 @@ class Made:
 
     figures: Mapping[str, Any]
     phases: tuple[Mapping[str, Any], ...] = ()
-    caveats: tuple[str, ...] = ()
+    caveats: tuple[RunWarning, ...] = ()
 
 
 def make(task: Task, engine: Engine | None = None) -> Made:
@@ -285,12 +287,12 @@ class _InMemory(RunWriter):
 
     def finish(self, manifest: Manifest, tables: Mapping[str, pa.Table | TableParts] | None = None) -> Run:
         """The run with its tables in memory."""
-        held = {
+        stored = {
             name: table if isinstance(table, pa.Table) else pa.concat_tables(table)
             for name, table in (tables or {}).items()
         }
-        rows = {name: table.num_rows for name, table in held.items()}
-        return Run(self.path, msgspec.structs.replace(manifest, rows=rows), held)
+        rows = {name: table.num_rows for name, table in stored.items()}
+        return Run(self.path, msgspec.structs.replace(manifest, rows=rows), stored)
 
     def __exit__(self, *_: object) -> None:
         """Nothing to clean up."""

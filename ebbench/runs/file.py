@@ -16,17 +16,8 @@ from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_VLLM, 
 from ebbench.engines.checks import refuse_server_settings
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml, read_toml
-from ebbench.spec.run import (
-    DEFAULTS,
-    SET_BY_SEARCH,
-    RunCommand,
-    RunSpec,
-    SearchCommand,
-    known_settings,
-    make_spec,
-    named_as_keys,
-    settings_of,
-)
+from ebbench.spec.commands import DEFAULTS, SET_BY_SEARCH, PlanCommand, RunCommand, SearchCommand
+from ebbench.spec.run import RunSpec, known_settings, make_spec, named_as_keys, settings_of
 from ebbench.spec.server import VIRTUAL_TIME, is_server, version_defaults
 
 # Settings of a run by name, as sweep files give them and tables of results store them.
@@ -107,11 +98,14 @@ FURTHER = declared_in(RunCommand)
 def _file_of(command: type, *, but: Collection[str] = ()) -> Any:
     """The file of a command: settings of a run ``but`` some, and what the command itself declares."""
     own = {name: declared.kind for name, declared in declared_in(command).items()}
-    return settings_table(command.__name__, but=but, policy=str | list[str], vllm_options=list[str], **own)
+    kinds = {"policy": str | list[str], "vllm_options": list[str], **own}
+    return settings_table(command.__name__, but=but, **kinds)
 
 
 RUN_FILE, SEARCH_FILE = _file_of(RunCommand), _file_of(SearchCommand, but=SET_BY_SEARCH)
 """What the files of ``ebbench run`` and ``ebbench capacity`` may say."""
+PLAN_FILE = _file_of(PlanCommand)
+"""What keywords of ``eb.plan`` may say."""
 
 
 def is_run_file(name: str) -> bool:
@@ -277,7 +271,7 @@ def job_file(name: str, path: str) -> str:
     own = {"run": FURTHER, "capacity": declared_in(SearchCommand), "sweep": {}}[job.command]
     hidden = {"run": (), "capacity": {*SET_BY_SEARCH} - {*own}, "sweep": _GRID}[job.command]
     known = {key: declared for key, declared in {**known_settings(), **own}.items() if key not in hidden}
-    said = [f"{key} = {_value(value)}  # {_help_text(known[key])}" for key, value in job.chosen.items()]
+    chosen_lines = [f"{key} = {_value(value)}  # {_help_text(known[key])}" for key, value in job.chosen.items()]
     others = [declared for key, declared in known.items() if key not in job.chosen and _matters_to_job(declared, job)]
     lines = [f"# {job.about}", f"# Run it: ebbench {job.command} {path}", ""]
     if job.command == "sweep":
@@ -285,8 +279,8 @@ def job_file(name: str, path: str) -> str:
         lines += [f"{key} = {_value(values)}" for key, values in _GRID.items()]
         lines += ["", "[common]  # the same for all cells"]
     comments = _by_panel(others, lambda declared: _comment(declared, DEFAULTS.get(declared.name, declared.default)))
-    said += ["", "# What follows are defaults: remove the first # to change one."]
-    return "\n".join([*lines, *said, *comments]) + "\n"
+    chosen_lines += ["", "# What follows are defaults: remove the first # to change one."]
+    return "\n".join([*lines, *chosen_lines, *comments]) + "\n"
 
 
 def _matters_to_job(declared: Declared, job: Job) -> bool:

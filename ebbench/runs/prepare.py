@@ -39,7 +39,8 @@ from ebbench.errors import UnknownNameError, UsageError
 from ebbench.process.interpreter import is_process_of_ebbench
 from ebbench.records.plan import Plan
 from ebbench.runs.file import starts_a_server, with_batch_limits
-from ebbench.spec.run import DEFAULTS, RunSpec, known_settings, make_spec
+from ebbench.spec.commands import DEFAULTS
+from ebbench.spec.run import RunSpec, known_settings, make_spec
 from ebbench.spec.server import AUTO, DEFAULT_CLASS, VIRTUAL_TIME, EngineOptions, first_choice, is_server, only_if_busy
 from ebbench.workloads import planner
 from ebbench.workloads.options import PlanOptions
@@ -158,10 +159,11 @@ def device_of(spec: RunSpec, policies: Sequence[PolicySpec] = ()) -> Device:
         vllm_version=options.vllm_version,
         drafts=options.drafts,
         assume_kernels=options.assume_kernels,
+        prefix_caching=options.enable_prefix_caching,
     )
     key = replace(
         request, gpu_memory_utilization=None, max_num_seqs=None, max_num_batched_tokens=None, kv_tokens=None,
-        vllm_version=None,
+        vllm_version=None, prefix_caching=True,
     )  # fmt: skip
     if (kept := _loaded.get(key)) is not None:
         return kept if kept.profile is None else resized(kept, request)
@@ -367,19 +369,24 @@ def each_once(option: str, values: Sequence[Any]) -> None:
             raise UsageError(f"{option} {value} is given twice; give it once")
 
 
-def checked_server(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """``model`` and ``api_server`` as a simulation takes them. Raises UsageError for settings of OF_A_SERVER that it
-    cannot have, before anything is simulated."""
+def checked_server(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """``model`` and ``api_server`` of these settings as a simulation takes them.
+
+    Raises UsageError for settings of OF_A_SERVER that it cannot have, before anything is simulated.
+    """
     from ebbench.devices.base import quantised, start_up
     from ebbench.devices.loader import check_drafts
     from ebbench.devices.profiles import as_decoder, chosen_api_server, find_model
-    from ebbench.spec.server import parse_speculative
+    from ebbench.spec.server import parse_speculative, with_acceptance
+    from ebbench.workloads.options import fitted_acceptance
 
+    model = settings.get("model") or DEFAULT_MODEL
     name = as_decoder(model) if settings.get("assume_decoder") else model
     geometry = find_model(name)
     quantised(geometry, settings.get("quantization"), settings.get("kv_cache_dtype", "auto"))
     if (drafts := settings.get("speculative")) is not None:
-        check_drafts(parse_speculative(drafts), geometry)
+        known = fitted_acceptance(settings.get("workload", ""))
+        check_drafts(parse_speculative(with_acceptance(drafts, known)), geometry)
     count = settings.get("api_server_count")
     api_server = first_choice(settings.get("api_server", AUTO), count)
     chosen_api_server(api_server, count)

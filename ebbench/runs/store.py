@@ -29,6 +29,7 @@ from ebbench.errors import DataError, EbbenchError, InterruptedRunError, RunErro
 from ebbench.records import files
 from ebbench.records.manifest import plan_hash
 from ebbench.records.run import LONGEST_NAME, MANIFEST, PARTIAL, Run, find_runs, unused
+from ebbench.records.warnings import RunWarning, stored_warning
 from ebbench.runs.execute import Made, Task, make
 from ebbench.runs.key import directory_name, result_key, with_absolute_paths
 from ebbench.runs.pool import InProcess, Outcome, Pool, make_pool
@@ -56,7 +57,7 @@ class Measured:
     path: Path
     seconds: float = 0.0
     worker: str = ""
-    caveats: tuple[str, ...] = ()
+    caveats: tuple[RunWarning, ...] = ()
 
     def get(self, key: str, scale: float = 1.0) -> float | None:
         """One figure times ``scale``; None if it is undefined."""
@@ -151,7 +152,7 @@ class RunStore:
             working = directory or Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.root))
             content = {
                 "key": result_key(cell), "cell": stored_form(cell), "figures": figures, "phases": list(made.phases),
-                "caveats": list(made.caveats), "seconds": outcome.seconds, "worker": outcome.worker,
+                "caveats": made.caveats, "seconds": outcome.seconds, "worker": outcome.worker,
             }  # fmt: skip
             try:
                 files.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n", working / CELL)
@@ -170,8 +171,8 @@ class RunStore:
             return None
         options = cell.server
         identity = (plan_hash(plan_of(cell)), cell.policy, cell.device, cell.model)
-        how = (options.max_num_seqs, options.max_num_batched_tokens, options.warmup, options.async_scheduling)
-        path = self._adopted.get((*identity, *how, unusual_options(asdict(options))))
+        conditions = (options.max_num_seqs, options.max_num_batched_tokens, options.warmup, options.async_scheduling)
+        path = self._adopted.get((*identity, *conditions, unusual_options(asdict(options))))
         return None if path is None else measured_from_run(path)
 
 
@@ -220,7 +221,7 @@ def _read(directory: Path) -> Measured | None:
         return None
     content = files.read_stored_json(path)
     try:
-        parts, caveats = tuple(content["phases"]), tuple(content["caveats"])
+        parts, caveats = tuple(content["phases"]), tuple(map(stored_warning, content["caveats"]))
         return Measured(content["figures"], parts, directory, content["seconds"], content["worker"], caveats)
     except (KeyError, TypeError) as error:
         raise DataError(f"{path}: damaged ({error}); delete the directory to run the cell again") from None
@@ -234,14 +235,14 @@ def _adopt(paths: list[Path]) -> dict[tuple[Any, ...], Path]:
         if {"model_shape", "device_profile"} & manifest.facts.keys():  # cells name bundled models and devices
             continue
         sizes = (int(manifest.options.get(name, 0)) for name in ("max_num_seqs", "max_num_batched_tokens"))
-        how = int(manifest.options.get("warmup", 0)), bool(manifest.options.get("async_scheduling", True))
+        conditions = int(manifest.options.get("warmup", 0)), bool(manifest.options.get("async_scheduling", True))
         by_conditions[
             manifest.plan_hash,
             manifest.policy,
             manifest.device,
             manifest.model,
             *sizes,
-            *how,
+            *conditions,
             unusual_options(manifest.options),
         ] = path
     return by_conditions
@@ -302,10 +303,10 @@ def with_progress(
         try:
             run_missing(missing, store, workers=workers, whole=whole, done=done)
         except KeyboardInterrupt:
-            left = len(store.missing(missing, whole=whole))
+            others = len(store.missing(missing, whole=whole))
             raise InterruptedRunError(
-                f"interrupted; {len(missing) - left} runs are kept in {store.root}; the same command continues "
-                f"with the other {left}"
+                f"interrupted; {len(missing) - others} runs are kept in {store.root}; the same command continues "
+                f"with the other {others}"
             ) from None
 
 

@@ -9,22 +9,25 @@ import tarfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
+import typer
 
+from ebbench.config.declare import declare
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.records import files
 from ebbench.records.manifest import RunLabels, encode_manifest
 from ebbench.records.run import MANIFEST, PARTIAL, SEARCH, Run, TableName, is_being_written
 from ebbench.records.schema import DECISIONS, STEPS
 from ebbench.records.warnings import warning
+from ebbench.untrusted import visible
 from vllm_eb.settings import name_hint
 
 Kind = Literal["run", "search", "unfinished"]
@@ -89,6 +92,14 @@ class Listing:
 
     runs: tuple[StoredRun, ...]
     problems: Mapping[Path, str] = field(default_factory=dict)
+
+    def only(self, wanted: Wanted) -> Listing:
+        """The list with these runs only."""
+        return replace(self, runs=tuple(run for run in self.runs if wanted.matches(run)))
+
+    def sorted(self, order: str, last: int | None, *, reverse: bool) -> Listing:
+        """The newest so many runs in an order of :data:`SORTS`."""
+        return replace(self, runs=tuple(sorted(self.runs[:last], key=SORTS[order], reverse=reverse)))
 
 
 def listed(roots: Sequence[Path]) -> Listing:
@@ -190,25 +201,52 @@ SORTS: Mapping[str, Callable[[StoredRun], Any]] = {
 """Orders of a list by their names: the newest and the largest first, texts by the alphabet."""
 
 
+_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(min|h|d|w)")
+_UNITS = {"min": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+
+def moment_ns(option: str, text: str, now: datetime | None = None) -> int:
+    """A time in ns since 1970: ``30d`` is so long ago, ``2026-11-01`` a day (UTC). Raises UsageError."""
+    if age := _AGE.fullmatch(text.strip()):
+        past = (now or datetime.now(UTC)) - timedelta(**{_UNITS[age[2]]: float(age[1])})
+        return int(past.timestamp() * 1e9)
+    try:
+        day = datetime.fromisoformat(text.strip())
+    except ValueError:
+        raise UsageError(f"{option} {text!r}: give an age, such as 30d, 12h or 2w, or a date, 2026-11-01") from None
+    return int((day if day.tzinfo else day.replace(tzinfo=UTC)).timestamp() * 1e9)
+
+
+_FILTERS = "Options"
+
+
+def _moment(name: str, option: str) -> Callable[[str], dict[str, Any]]:
+    return lambda text: {name: moment_ns(option, text)}
+
+
 @dataclass(frozen=True)
 class Wanted:
-    """Runs with all of these properties. Texts may be patterns (``eb*``); empty ones match everything.
+    """Runs with all of these properties. Texts may be patterns (``eb*``); empty ones match everything."""
 
-    ``since_ns`` and ``before_ns``: when they began.
-    """
-
-    workload: str = ""
-    device: str = ""
-    model: str = ""
-    policy: str = ""
-    engine: str = ""
-    name: str = ""
-    label: str = ""
-    commit: str = ""
-    tags: tuple[str, ...] = ()
-    since_ns: int | None = None
-    before_ns: int | None = None
-    invalid: bool = False
+    workload: str = declare("", "Of this workload, or pattern (eb*), as below.", _FILTERS)
+    device: str = declare("", "On this device.", _FILTERS)
+    model: str = declare("", "Of this model.", _FILTERS)
+    policy: str = declare("", "Under this policy.", _FILTERS, names=("--policy", "-p"))
+    engine: str = declare("", "Made by this engine; endpoint: a server's URL.", _FILTERS)
+    name: str = declare("", "With this name.", _FILTERS)
+    tags: tuple[str, ...] = declare(
+        (), "With this tag; repeat for several.", _FILTERS, names=("--tag",), text=list[str]
+    )
+    label: str = declare("", "Of this branch or pull request.", _FILTERS)
+    commit: str = declare("", "Of this commit.", _FILTERS)
+    since_ns: int | None = declare(
+        None, "Begun since: 30d, 12h, or 2026-11-01.", _FILTERS, names=("--since",), text=str,
+        read=_moment("since_ns", "--since"),
+    )  # fmt: skip
+    before_ns: int | None = declare(
+        None, "Begun before that.", _FILTERS, names=("--before",), text=str, read=_moment("before_ns", "--before")
+    )
+    invalid: bool = declare(False, "Only INVALID runs.", _FILTERS, names=("--invalid",))
 
     def matches(self, run: StoredRun) -> bool:
         """Whether a run has the properties."""
@@ -229,20 +267,14 @@ def _like(text: str, pattern: str) -> bool:
     return not pattern or text == pattern or fnmatchcase(text.lower(), pattern.lower())
 
 
-_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(min|h|d|w)")
-_UNITS = {"min": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-
-
-def moment_ns(option: str, text: str, now: datetime | None = None) -> int:
-    """A time in ns since 1970: ``30d`` is so long ago, ``2026-11-01`` a day (UTC). Raises UsageError."""
-    if age := _AGE.fullmatch(text.strip()):
-        past = (now or datetime.now(UTC)) - timedelta(**{_UNITS[age[2]]: float(age[1])})
-        return int(past.timestamp() * 1e9)
-    try:
-        day = datetime.fromisoformat(text.strip())
-    except ValueError:
-        raise UsageError(f"{option} {text!r}: give an age, such as 30d, 12h or 2w, or a date, 2026-11-01") from None
-    return int((day if day.tzinfo else day.replace(tzinfo=UTC)).timestamp() * 1e9)
+def prunable(
+    runs: Sequence[StoredRun], wanted: Wanted, keep_last: int | None, older_than: str | None
+) -> list[StoredRun]:
+    """The runs beyond a number and of an age; without either only INVALID ones may go. Raises UsageError."""
+    if keep_last is None and older_than is None and not wanted.invalid:
+        raise UsageError("say what may go: --keep-last N, --older-than 30d, --invalid or --probes; filters narrow it")
+    oldest_ns = None if older_than is None else moment_ns("--older-than", older_than)
+    return [run for run in runs[keep_last or 0 :] if oldest_ns is None or run.begun_ns < oldest_ns]
 
 
 DEFAULT_ROOTS = (Path("runs"),)
@@ -403,6 +435,8 @@ def move(runs: Sequence[StoredRun], target: Path) -> list[Path]:
 
 def pack(runs: Sequence[StoredRun], target: Path) -> None:
     """Write runs as a compressed archive, which `tar xf` unpacks to their directories. Raises RunError, UsageError."""
+    if not target.name.endswith((".tar.gz", ".tgz")):
+        raise UsageError(f"--output {target}: an archive is a .tar.gz file; --as llm-d, vllm or otava has a directory")
     names = [run.path.resolve().name for run in runs]
     if several := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"two of the runs are named {several}; export them one by one, or the directory above them")
@@ -451,3 +485,27 @@ def shrink(directory: Path, facts: Mapping[str, Any]) -> int:
     rows = kept | {name: len(table) for name, table in tables.items()}
     files.write_bytes(encode_manifest(msgspec.structs.replace(smaller, rows=rows)), directory / MANIFEST)
     return before - sum(path.stat().st_size for path in directory.iterdir())
+
+
+# Arguments of commands that name runs.
+
+
+def runs_meant(paths: Sequence[Path]) -> list[Path]:
+    """The paths, with those of runs for a ``--name``. Raises DataError for what is neither."""
+    if all(path.exists() for path in paths):
+        return list(paths)
+    return run_paths(paths, lambda line: typer.echo(visible(line), err=True))
+
+
+def _as_paths(paths: list[Path] | None) -> list[Path] | None:
+    return paths and runs_meant(paths)
+
+
+RUNS = "Run directories, directories of runs, or --name of runs."
+RunPaths = Annotated[list[Path], typer.Argument(help=RUNS, callback=_as_paths)]
+RunRoots = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--runs", "-r", help="Directories, or --name, of runs. Repeatable. Default: runs.", callback=_as_paths
+    ),
+]

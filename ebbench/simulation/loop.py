@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ebbench.records.plan import Plan
-from ebbench.records.warnings import caveat
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.simulation.api_server import ApiServers, QueueLimits
 from ebbench.simulation.engine import OnPass
 from ebbench.simulation.releases import Releases
@@ -182,12 +182,12 @@ class DecodePool:
     def died(self, full: StoreFullError) -> None:
         """A decode unit ran out of memory: its requests are lost and the run ends."""
         loop = self._loop
-        loop.outcome.dead = caveat(
+        loop.outcome.dead = warning(
             "decode-out-of-memory", unit=full.unit, at_s=loop.now_ns / 1e9, held_gib=full.held_bytes / GIB,
             size_gib=full.size_bytes / GIB, capacity_gib=full.capacity_bytes / GIB,
         )  # fmt: skip
         for row in self._handover.on_target(full.unit):
-            loop.outcome.failed[row] = ("out_of_memory", loop.outcome.dead, None)
+            loop.outcome.failed[row] = ("out_of_memory", str(loop.outcome.dead), None)
             loop.last.state.end_ns[row] = loop.now_ns
 
 
@@ -204,7 +204,7 @@ class LoopOutcome:
 
     failed: dict[int, Failure] = field(default_factory=dict)
     never_sent: list[int] = field(default_factory=list)
-    dead: str | None = None  # why the run ended early
+    dead: RunWarning | None = None  # why the run ended early
 
 
 class EventLoop:

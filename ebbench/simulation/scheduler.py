@@ -124,8 +124,9 @@ def _allocate(scheduler: Scheduler, row: int, hits: Sequence[int], cached: int, 
     """Give a request the blocks of its ``cached`` tokens and of its first chunk, ``after`` KV slots together."""
     if scheduler.layout is None:
         need = -(-after // scheduler.limits.block_size) - len(hits)
+        held = len(hits) + need
     else:
-        need = int(scheduler.layout.held(np.array([after], np.int64), np.array([cached], np.int64))[0])
+        held = need = int(scheduler.layout.held(np.array([after], np.int64), np.array([cached], np.int64))[0])
     counted = scheduler.counted
     if hits or counted is None:
         scheduler.kv.adopt(row, hits)
@@ -133,7 +134,7 @@ def _allocate(scheduler: Scheduler, row: int, hits: Sequence[int], cached: int, 
         counted.take(need)
     else:
         scheduler.kv.allocate((row,), (need,))
-    scheduler.state.held_blocks[row] = len(hits) + need
+    scheduler.state.held_blocks[row] = held
     scheduler.state.computed[row] = cached
 
 
@@ -465,12 +466,12 @@ class Scheduler:
             before = np.cumsum(tokens) - tokens
             tokens = np.clip(budget - before, 0, tokens)
         block_size = self.limits.block_size
-        held = state.held_blocks.take(candidates)
+        held_blocks = state.held_blocks.take(candidates)
         if self.layout is not None:
-            need = self.layout.held(computed + tokens, self._processed(candidates, computed)) - held
+            need = self.layout.held(computed + tokens, self._processed(candidates, computed)) - held_blocks
             need[tokens == 0] = 0
         else:
-            need = (computed + tokens + (block_size - 1)) // block_size - held
+            need = (computed + tokens + (block_size - 1)) // block_size - held_blocks
             np.maximum(need, 0, out=need)
         if self._suffices(need):
             self._grow(candidates, need)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ebbench.analysis.metrics import refuse_unknown_classes
-from ebbench.config.declare import DEFAULT_MODEL, DEFAULT_VLLM
+from ebbench.config.declare import DEFAULT_VLLM, option_name
 from ebbench.config.topology import parse_topology
 from ebbench.devices.capacity import batch_limits
 from ebbench.devices.profiles import find_profile
@@ -26,13 +26,14 @@ from ebbench.runs.pool import Pool, make_pool
 from ebbench.runs.prepare import api_server_if_busy, checked_server, each_once, parse_policies
 from ebbench.sizing.choose import DeploymentChoice, choose
 from ebbench.sizing.deployments import Candidate, PlanTask, plan_notes
-from ebbench.sizing.limits import parse_limits
+from ebbench.sizing.limits import limits_of
 from ebbench.sizing.plan_sentences import REFUSALS, api_servers_left_out
 from ebbench.sizing.prices import check_prices, sources
+from ebbench.spec.commands import PlanCommand, asked_of
 from ebbench.spec.run import make_spec
 from ebbench.spec.server import DEFAULT_CLASS
 from ebbench.workloads.log_report import poisson_instead
-from ebbench.workloads.mixture import brought_limits, class_names
+from ebbench.workloads.mixture import class_names
 from ebbench.workloads.options import is_recorded
 
 DEFAULT_TP = (1, 2, 4, 8)
@@ -64,58 +65,48 @@ class DeploymentPlan:
         return self.deployments, self.task, self.prices, self.priced_in, self.notes
 
 
-def plan_tasks(
-    settings: Mapping[str, Any], *, request_rate: float, goodput: Sequence[str], attainment: float = 0.95,
-    scenario: str | None = None, headroom: float = 0.0, spare: int = 0, device: Sequence[str] | None = None,
-    model: str = DEFAULT_MODEL, tp: Sequence[int] | None = None, instance: Sequence[str] | None = None,
-    policy: Sequence[str] | None = None, max_num_batched_tokens: Sequence[int] | None = None,
-    max_num_seqs: Sequence[int] | None = None,
-) -> list[PlanTask]:  # fmt: skip
+def plan_tasks(asked: PlanCommand, settings: Mapping[str, Any]) -> list[PlanTask]:
     """One task per candidate. ``settings``: of the workload and of a simulated server, by name.
 
     Raises UsageError for unknown names and invalid numbers or limits.
     """
-    _check_target(request_rate, headroom, spare)
-    for option, values in (
-        ("--device", device), ("--tp", tp), ("--instance", instance),
-        ("--max-num-batched-tokens", max_num_batched_tokens), ("--max-num-seqs", max_num_seqs),
-    ):  # fmt: skip
-        each_once(option, values or ())
-    limits = parse_limits([*brought_limits(str(settings["workload"]), goodput), *goodput], attainment)
-    of_workload = {"scenario": scenario or "poisson"}
+    _check_target(asked)
+    for name in ("device", "tp", "instance", "max_num_batched_tokens", "max_num_seqs"):
+        each_once(option_name(name), getattr(asked, name))
+    limits = limits_of(asked, str(settings["workload"]))
+    of_workload = {"scenario": asked.scenario or "poisson"}
     of_workload |= {"source": "auto"} if is_recorded(settings["workload"]) else {}
-    spec = make_spec({**settings, **of_workload, **checked_server(model, settings)}).changed(redraw=True)
+    spec = make_spec({**settings, **of_workload, **checked_server(settings)}).changed(redraw=True)
     if limits.named:
         refuse_unknown_classes(limits.named, class_names(spec.plan))
     return with_candidates(
-        PlanTask(spec, limits, request_rate, SESSIONS, headroom, spare),
-        device or measured_devices(),
-        instance_shapes(tp or (), instance or ()),
-        [parsed.name for parsed in parse_policies(policy or DEFAULT_POLICIES)],
-        max_num_batched_tokens or (),
-        max_num_seqs or (),
+        PlanTask(spec, limits, asked.request_rate, SESSIONS, asked.headroom, asked.spare),
+        asked.device or measured_devices(),
+        instance_shapes(asked.tp, asked.instance),
+        [parsed.name for parsed in parse_policies(asked.policy or DEFAULT_POLICIES)],
+        asked.max_num_batched_tokens,
+        asked.max_num_seqs,
     )
 
 
-def _check_target(request_rate: float, headroom: float, spare: int) -> None:
-    check_counts(request_rate=request_rate)
-    if math.isinf(request_rate):
+def _check_target(asked: PlanCommand) -> None:
+    check_counts(request_rate=asked.request_rate)
+    if math.isinf(asked.request_rate):
         raise UsageError("--request-rate inf: give the sessions/s to serve, a finite rate")
-    if not 0 <= headroom <= MOST_HEADROOM:
-        raise UsageError(f"--headroom is a share of the rate, such as 0.2 for 120 % of it, not {headroom:g}")
-    if spare < 0:
-        raise UsageError(f"--spare must be 0 or more replicas, not {spare}")
+    if not 0 <= asked.headroom <= MOST_HEADROOM:
+        raise UsageError(f"--headroom is a share of the rate, such as 0.2 for 120 % of it, not {asked.headroom:g}")
+    if asked.spare < 0:
+        raise UsageError(f"--spare must be 0 or more replicas, not {asked.spare}")
 
 
-def find_plan(
-    tasks: Sequence[PlanTask], settings: Mapping[str, Any], price: Sequence[str], messages: Console, *,
-    arrivals_given: bool, workers: int | None, quiet: bool,
-) -> DeploymentPlan:  # fmt: skip
-    """Simulate the candidates. ``settings``: those of :func:`plan_tasks`; ``price``: ``h200=3.5``, or a TOML file.
+def find_plan(given: Mapping[str, Any], messages: Console, *, workers: int | None, quiet: bool) -> DeploymentPlan:
+    """Simulate the candidates. ``given``: settings of a run and of :class:`PlanCommand`, by name.
 
     Raises UsageError, also if no candidate meets the limits with one request at a time.
     """
-    prices = check_prices(price, dict.fromkeys(task.candidate.device for task in tasks))
+    asked, settings = asked_of(PlanCommand, given)
+    tasks: Sequence[PlanTask] = plan_tasks(asked, settings)
+    prices = check_prices(asked.price, dict.fromkeys(task.candidate.device for task in tasks))
     plan_notes(tasks[0])  # raises what no plan can be built from, before anything is simulated
     deployments, tasks = sized(
         tasks, prices, make_pool(workers, len(tasks)), messages, if_busy=api_server_if_busy(settings),
@@ -128,8 +119,10 @@ def find_plan(
         raise UsageError(f"no candidate meets the limits: {candidate.device} {candidate.shape} {why}")
     notes = plan_notes(tasks[0], carried[0].deployment.replicas if carried else 1)
     # A workload with arrivals of its own is told that they were replaced, unless others were asked for.
-    note = "" if arrivals_given else poisson_instead(settings["workload"], settings)
-    return DeploymentPlan(deployments, tasks[0], prices, sources(price), (*filter(None, [note]), *notes))
+    note = "" if asked.scenario is not None else poisson_instead(settings["workload"], settings)
+    return DeploymentPlan(
+        deployments, tasks[0], prices, sources(asked.price), (*filter(None, [note]), *map(str, notes))
+    )
 
 
 def with_candidates(

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbench.analysis.metrics import refuse_unknown_classes
-from ebbench.config.declare import declared_in
 from ebbench.engines.base import Engine
 from ebbench.engines.checks import check_counts, refuse_undecided
 from ebbench.engines.setup import make_engine, refuse_limits_on_tokens
@@ -24,11 +23,12 @@ from ebbench.records.run import MANIFEST, SEARCH, Run, default_run_dir
 from ebbench.runs.api_server import ApiServerBusyError, again_if_busy, left_out
 from ebbench.runs.prepare import Series, device_of, parse_series
 from ebbench.sizing.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
-from ebbench.sizing.limits import LatencyLimits, parse_limits
+from ebbench.sizing.limits import LatencyLimits, limits_of
 from ebbench.sizing.prober import RunProber, one_server
-from ebbench.spec.run import SearchCommand, stored_form
+from ebbench.spec.commands import SearchCommand, asked_of
+from ebbench.spec.run import stored_form
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME
-from ebbench.workloads.mixture import brought_limits, check_workload, class_names
+from ebbench.workloads.mixture import check_workload, class_names
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -127,24 +127,21 @@ class Searched:
 
 def capacity_search(asked: Mapping[str, Any]) -> CapacitySearch:
     """The search with these settings of a run and of :class:`SearchCommand`, by name. Raises UsageError."""
-    own = {name: asked.get(name, declared.default) for name, declared in declared_in(SearchCommand).items()}
-    settings = {name: value for name, value in asked.items() if name not in own}
-    by, scenario = own["by"], own["scenario"]
-    if by not in ("rate", "concurrency"):
-        raise UsageError(f"--by is rate or concurrency, not {by!r}")
-    goodput = [own["goodput"]] if own["goodput"] else []
-    limits = parse_limits([*brought_limits(str(settings["workload"]), goodput), *goodput], own["attainment"])
-    arrivals = scenario or ("gamma" if "burstiness" in settings else "poisson")
+    own, settings = asked_of(SearchCommand, asked)
+    if own.by not in ("rate", "concurrency"):
+        raise UsageError(f"--by is rate or concurrency, not {own.by!r}")
+    limits = limits_of(own, str(settings["workload"]))
+    arrivals = own.scenario or ("gamma" if "burstiness" in settings else "poisson")
     series = parse_series({**settings, "scenario": arrivals})
     limits_ms = " ".join(f"{metric}:{limit_ms!r}" for metric, limit_ms in limits.slo.limits().items())
     return CapacitySearch(
         replace(series, spec=series.spec.changed(redraw=True, goodput=limits_ms)),
         limits,
-        by_concurrency=by == "concurrency",
-        precision=own["precision"],
-        max_probes=own["max_probes"],
-        max_time_s=own["max_time"],
-        arrivals_given=scenario is not None or "burstiness" in settings,
+        by_concurrency=own.by == "concurrency",
+        precision=own.precision,
+        max_probes=own.max_probes,
+        max_time_s=own.max_time,
+        arrivals_given=own.scenario is not None or "burstiness" in settings,
     )
 
 

@@ -36,7 +36,7 @@ from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan, with_class
-from ebbench.records.warnings import Fact, fact
+from ebbench.records.warnings import Fact, RunWarning, fact
 from ebbench.runs.conclude import mean_batches, said_of_run, shown_by_servers
 from ebbench.runs.execute import stoppable
 from ebbench.runs.prepare import device_of
@@ -222,7 +222,7 @@ class Stress:
     lost: Level | None
     ttft_ms: float | None
     tpot_ms: float | None
-    caveats: tuple[str, ...] = ()
+    caveats: tuple[RunWarning, ...] = ()
 
 
 def bound(task: PlanTask) -> Bound:
@@ -322,7 +322,7 @@ def _missed_alone(task: PlanTask) -> Fact | None:
     return fact("missed_alone", met=met, attainment=task.limits.attainment, least_ms=least_ms) if met else None
 
 
-def plan_notes(task: PlanTask, replicas: int = 1) -> tuple[str, ...]:
+def plan_notes(task: PlanTask, replicas: int = 1) -> tuple[RunWarning, ...]:
     """Notes about the requests of that many replicas: rows of a log that are left out, a log that is read again.
 
     Raises UsageError for a workload or scenario that no plan can be built from.
@@ -384,10 +384,11 @@ def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeRea
         mean_batches(result.steps, RequestColumns.of(result.requests)),
     )
     kv = kv_pressure(result.steps, result.requests, asdict(task.spec.server))
-    said = said_of_run(device, batches, dict.fromkeys((*device.warnings, *result.warnings)))
-    said += shown_by_servers(device, batches)
+    caveats_of_run = said_of_run(device, batches, dict.fromkeys((*device.warnings, *result.warnings)))
+    caveats_of_run += shown_by_servers(device, batches)
     return replace(
-        read_measured(tables, load, task.limits), caveats=(*said, *map(str, kv.warnings if kv is not None else ()))
+        read_measured(tables, load, task.limits),
+        caveats=(*caveats_of_run, *(kv.warnings if kv is not None else ())),
     )
 
 
@@ -402,7 +403,7 @@ def _simulated(task: PlanTask, plan: Plan, replicas: int = 1) -> EngineResult:
     return engine.run(plan, policy, device, task.spec.server, stoppable(None)).uninterrupted()
 
 
-def caveats(task: PlanTask, deployment: Deployment, whole: Stress | None) -> tuple[str, ...]:
+def caveats(task: PlanTask, deployment: Deployment, whole: Stress | None) -> tuple[RunWarning, ...]:
     """What is estimated on the candidate's device rather than measured as far as it matters to the deployment, what a
     full KV cache costs it, and what a real server needs to start. ``whole``: its complete simulation, if there is one.
     """

@@ -17,7 +17,7 @@ from typing import Protocol
 from ebbench.analysis.columns import RequestColumns
 from ebbench.errors import RunError
 from ebbench.records.run import Run
-from ebbench.records.warnings import Fact, fact
+from ebbench.records.warnings import Fact, RunWarning, fact
 from ebbench.sizing.estimate import (
     FEWEST,
     SURELY_OVER,
@@ -223,7 +223,7 @@ class SearchOutcome:
         return self.estimate.capacity is not None or math.isfinite(self.estimate.high)
 
     @property
-    def caveats(self) -> list[tuple[str, ...]]:
+    def caveats(self) -> list[tuple[RunWarning, ...]]:
         """The caveats of each probe, or of requests one at a time if there is none."""
         return [reading.caveats for reading in self.readings or (self.alone,)]
 

@@ -9,7 +9,8 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
+
+from ebbench.analysis.statistics import t_quantile
 
 # Fits the share of requests that meet a requirement over log(load), and finds where it crosses the required share.
 #
@@ -78,7 +79,7 @@ class _Fit:
         """Half the interval of the crossing at ``x``, in log(load): delta method with a t quantile."""
         gradient = np.array([-1 / self.slope, -(x - self.centre) / self.slope])
         variance = float(gradient @ self.covariance @ gradient)
-        return float(stats.t.ppf(0.5 + CONFIDENCE / 2, self.freedom)) * math.sqrt(variance)
+        return t_quantile(0.5 + CONFIDENCE / 2, self.freedom) * math.sqrt(variance)
 
 
 def _fit(probes: Sequence[Probe], index: int) -> _Fit | None:
@@ -419,5 +420,5 @@ def _overloaded(probes: Sequence[Probe], low: float, high: float) -> Estimate:
     mean = float(np.mean(rates))
     if len(rates) < 3:
         return Estimate(mean, min(low, *rates), max(high, *rates), "queue", fitted=False)
-    half = float(stats.t.ppf(0.5 + CONFIDENCE / 2, len(rates) - 1) * np.std(rates, ddof=1) / math.sqrt(len(rates)))
+    half = float(t_quantile(0.5 + CONFIDENCE / 2, len(rates) - 1) * np.std(rates, ddof=1) / math.sqrt(len(rates)))
     return Estimate(mean, mean - half, mean + half, "queue", fitted=True)

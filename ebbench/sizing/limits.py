@@ -16,6 +16,8 @@ from ebbench.analysis.metrics import METRICS, Slo, pairs_by_class, parse_slo, sl
 from ebbench.config.declare import Setting, named_settings, value_of
 from ebbench.errors import UsageError
 from ebbench.sizing.estimate import Requirement
+from ebbench.spec.commands import LimitedCommand
+from ebbench.workloads.mixture import brought_limits
 
 OTHERS = ""
 """Class of a requirement that is of the requests of all classes without limits of their own."""
@@ -113,6 +115,12 @@ def parse_limits(texts: Iterable[str], attainment: float) -> LatencyLimits:
     limits = LatencyLimits(slo, attainment, tuple(tails))
     _refuse_implied(limits)
     return limits
+
+
+def limits_of(asked: LimitedCommand, workload: str) -> LatencyLimits:
+    """The limits that a command is given, with those that the workload's file brings. Raises UsageError."""
+    goodput = [asked.goodput] if asked.goodput else []
+    return parse_limits([*brought_limits(workload, goodput), *goodput], asked.attainment)
 
 
 def _refuse_implied(limits: LatencyLimits) -> None:

@@ -319,7 +319,7 @@ def _caveats(choice: DeploymentChoice, task: PlanTask) -> list[str]:
     return [f"{line.removesuffix('.')}." for line in lines]
 
 
-def _caveats_of(costed: Costed, task: PlanTask) -> tuple[str, ...]:
+def _caveats_of(costed: Costed, task: PlanTask) -> tuple[RunWarning, ...]:
     return caveats(task.on(costed.deployment.candidate), costed.deployment, costed.stress)
 
 
@@ -384,7 +384,7 @@ def _deployment(costed: Costed, task: PlanTask, prices: Mapping[str, float]) -> 
     reading, stress = costed.deployment.reading, costed.stress
     return {
         **vars(costed.deployment.candidate),
-        "caveats": list(_caveats_of(costed, task)),
+        "caveats": [said.to_dict(str(said)) for said in _caveats_of(costed, task)],
         "replicas": costed.deployment.replicas,
         "gpus": costed.deployment.gpus,
         "cost_per_hour": costed.cost if prices else None,

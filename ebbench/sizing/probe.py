@@ -30,7 +30,7 @@ from ebbench.analysis.metrics import (
 from ebbench.analysis.validity import FAILURE_LIMIT, of_device
 from ebbench.records.manifest import PhaseFact
 from ebbench.records.run import Run
-from ebbench.records.warnings import KV_CACHE
+from ebbench.records.warnings import KV_CACHE, RunWarning
 from ebbench.runs.api_server import processes_needed
 from ebbench.sizing.estimate import Floats, MetCounts, Probe
 from ebbench.sizing.limits import LatencyLimits
@@ -89,9 +89,9 @@ class ProbeReading:
     """Share of the time with a full KV cache."""
     api_servers: float = 0.0
     """Processes of vLLM's API server that the counted requests keep busy."""
-    caveats: tuple[str, ...] = ()
+    caveats: tuple[RunWarning, ...] = ()
     """Of plan and device."""
-    kv_warnings: tuple[str, ...] = ()
+    kv_warnings: tuple[RunWarning, ...] = ()
     """What a full KV cache cost."""
     kv_figures: Mapping[str, float | None] = field(default_factory=dict)
     """What a full KV cache cost, by the names of the run's JSON."""
@@ -123,11 +123,11 @@ def read_probe(run: Run, load: float, limits: LatencyLimits, per_open: int = FEW
         reading = replace(reading, memory_full=float(full))
     memory = [warning for warning in manifest.warnings if warning.code == KV_CACHE]
     others = [warning for warning in manifest.warnings if warning.code != KV_CACHE]
-    plan = (str(warning) for warning in others if (warning.about or warning.code) == "plan")
+    plan = (warning for warning in others if (warning.about or warning.code) == "plan")
     return replace(
         reading,
         caveats=(*plan, *of_device(manifest.engine, others)),
-        kv_warnings=tuple(map(str, memory)),
+        kv_warnings=tuple(memory),
         kv_figures={name: manifest.facts.get(name) for name in KV_FIGURES},
     )
 

@@ -90,7 +90,7 @@ def as_dict(
         "refused": to_builtins(outcome.refused),
         "probes": len(outcome.readings),
         **near.kv_figures,
-        "warnings": [*notes, *near.kv_warnings, *told_once(outcome.caveats, lambda _: "")],
+        "warnings": [*notes, *map(str, near.kv_warnings), *told_once(outcome.caveats, lambda _: "")],
         "nearest_run_dir": near.run_dir,
         "nearest_load": factor * near.probe.load,
         "window": "steady",
@@ -380,11 +380,14 @@ def caveats(outcomes: Mapping[str, SearchOutcome], by_concurrency: bool) -> list
 
     First what a full KV cache cost in the probes that the table shows: in those far above capacity it is always full.
     """
-    told = [(name, caveats) for name, outcome in outcomes.items() for caveats in outcome.caveats]
+    caveats_by_policy = [(name, caveats) for name, outcome in outcomes.items() for caveats in outcome.caveats]
     memory = [
         f"At {at}: {text}" for at, near in _shown_probes(outcomes, by_concurrency).items() for text in near.kv_warnings
     ]
-    return [*memory, *told_once([caveats for _, caveats in told], by_policy([name for name, _ in told]))]
+    return [
+        *memory,
+        *told_once([caveats for _, caveats in caveats_by_policy], by_policy([name for name, _ in caveats_by_policy])),
+    ]
 
 
 def _open_ends(policy: str, outcome: SearchOutcome, by_concurrency: bool) -> list[str]:

@@ -178,6 +178,11 @@ class ClientOptions:
     transport: Literal["direct", "httpx"] = "direct"
     """"httpx": its own transport, which honours proxies from the environment."""
 
+    @property
+    def on_nodes(self) -> bool:
+        """Whether client machines of a Ray cluster send the plan."""
+        return self.client_nodes is not None or self.ray_address is not None
+
     def __post_init__(self) -> None:
         if self.endpoint not in get_args(Endpoint):
             raise UnknownNameError("endpoint", self.endpoint, get_args(Endpoint))

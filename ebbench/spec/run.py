@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,16 +17,14 @@ from ebbench.config.declare import (
     DEFAULT_MODEL,
     ENGINE,
     LABELS,
-    LIMITS,
-    LOAD,
     MOST_SECONDS,
     OUTPUT,
-    SEARCH,
     Declared,
+    check_ranges,
     declare,
     declared_in,
 )
-from ebbench.config.topology import TopologySpec
+from ebbench.config.topology import MOST_UNITS, TopologySpec
 from ebbench.errors import UsageError
 from ebbench.spec.client import ClientOptions
 from ebbench.spec.server import (
@@ -37,8 +34,9 @@ from ebbench.spec.server import (
     drafts_synchronously,
     is_server,
     version_defaults,
+    with_acceptance,
 )
-from ebbench.workloads.options import PlanOptions, is_recorded, scenario_meant
+from ebbench.workloads.options import PlanOptions, fitted_acceptance, is_recorded, scenario_meant
 
 MOST_LETTERS = 200
 _UNPRINTED = re.compile(r"[\x00-\x1f\x7f]")
@@ -151,8 +149,15 @@ class ClusterOptions:
     )  # fmt: skip
     decode_dispatch: str | None = declare(None, "Dispatch policy of the decode pool. Default: iqr with sbs.", CLUSTER)
     replicas: int | None = declare(
-        None, "Engines behind a dispatcher: vLLM servers and the gateway, or simulated ones.", CLUSTER
+        None,
+        "Engines behind a dispatcher: vLLM servers and the gateway, or simulated ones.",
+        CLUSTER,
+        at_least=1,
+        at_most=MOST_UNITS,
     )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
     def named(self) -> ClusterOptions:
         """The same with the topology's label, for tables and file names."""
@@ -180,8 +185,9 @@ class RunSpec:
     )
     """None: this machine's GPU if the engine uses it, else the default."""
     model: str | None = declare(
-        None, "Name, or path of a Hugging Face config.json. Default: qwen3-8b.", ENGINE, complete="models"
-    )
+        None, "Name, or path of a Hugging Face config.json. Default: qwen3-8b.", ENGINE, names=("--model", "-m"),
+        complete="models",
+    )  # fmt: skip
     server: EngineOptions = field(default_factory=EngineOptions)
     cluster: ClusterOptions = field(default_factory=ClusterOptions)
     client: ClientOptions = field(default_factory=ClientOptions, hash=False)
@@ -285,6 +291,8 @@ def make_spec(settings: Mapping[str, Any], *, with_text: bool | None = None) -> 
     plan["scenario"] = scenario_meant(
         plan["workload"], plan.get("scenario"), plan.get("request_rate"), plan.get("burstiness")
     )
+    if server.get("speculative") is not None:
+        server["speculative"] = with_acceptance(server["speculative"], fitted_acceptance(plan["workload"]))
     if engine in VIRTUAL_TIME:
         own = {"device": DEFAULT_DEVICE, "model": DEFAULT_MODEL, **own}
         server = version_defaults(server.get("vllm_version")) | server
@@ -348,77 +356,6 @@ def simulated(
         cluster=ClusterOptions(topology, dispatch=dispatch, decode_dispatch=decode_dispatch),
         shuffle=shuffle,
         weight=weight,
-    )
-
-
-DEFAULTS: Mapping[str, Any] = {"engine": "auto", "api_server": "auto"}
-"""Defaults of commands that run on any engine; a run's own defaults are the simulator's."""
-
-
-OF_A_SERVER = (
-    "assume_decoder", "assume_kernels", "max_model_len", "gpu_memory_utilization", "vllm_version", "quantization",
-    "kv_cache_dtype", "api_server", "api_server_count", "front_end_ms", "speculative",
-)  # fmt: skip
-"""Settings of a simulated server besides its device, model and the limits of its scheduler."""
-OF_TRAFFIC = (
-    "scenario", "max_concurrency", "request_rate", "saturation_rate", "speed", "time_unit", "source", "columns",
-    "input_len", "output_len", "length_distribution", "drop_too_long",
-)  # fmt: skip
-"""Settings that say which requests are sent, and when, as `ebbench advise` takes them."""
-OF_A_PLAN = (
-    "seed", "source", "tokenizer", "columns", "keep_text", "prefix_share", "prefix_groups", "cache_hit_rate",
-    "input_len", "output_len", "length_distribution", "drop_too_long", *OF_A_SERVER,
-)  # fmt: skip
-"""Settings that `ebbench plan` takes as a run does: which requests are sent, and to what server."""
-SET_BY_SEARCH = (
-    "scenario", "max_concurrency", "request_rate", "saturation_rate", "rate_scale", "speed", "time_unit", "duration_s",
-    "think_time", "tool_time", "tool_share", "sub_agents", "abandon_after", "thinking_len", "lora_assignment", "images",
-)  # fmt: skip
-"""Settings that a search of `ebbench capacity` does not take: it sets the load."""
-
-
-# Settings of commands besides those of a run, declared alike: options, keys of their files, keywords in Python.
-
-
-@dataclass(frozen=True)
-class RunCommand:
-    """What ``ebbench run`` does with a run: how often it runs each policy, and where results go."""
-
-    repeats: int | str = declare(
-        "1", "Runs per policy, seeds S, S+1, ...; auto: until one policy is clearly better, at most --max-repeats.",
-        LOAD, text=str,
-    )  # fmt: skip
-    max_repeats: int = declare(30, "Most repeats with --repeats auto.", LOAD)
-    price_per_hour: float | None = declare(
-        None, "Price of everything that serves; gives cost per million tokens.", OUTPUT
-    )
-    output_dir: str | None = declare(
-        None, "Directory to create for the results.", OUTPUT, names=("--output-dir", "-o"), text=Path
-    )
-    save_as_vllm: str | None = declare(
-        None, "Write the result also as `vllm bench serve` does (JSON).", OUTPUT, text=Path
-    )
-
-
-@dataclass(frozen=True)
-class SearchCommand:
-    """What ``ebbench capacity`` searches for, and how."""
-
-    goodput: str = declare(
-        "", "Limits in ms: ttft:2000 tpot:50 e2el:9000, met by --attainment of the requests; or ttft:p99:2000.", LIMITS,
-        text=list[str], read=read_goodput,
-    )  # fmt: skip
-    attainment: float = declare(0.95, "Share of the requests that must meet the limits.", LIMITS)
-    by: str = declare("rate", "rate (sessions/s, open loop) or concurrency (closed loop).", SEARCH)
-    scenario: str | None = declare(
-        None, "Arrivals: poisson (default), gamma, constant, or trace: a log's or fitted workload's own, scaled.",
-        SEARCH, names=("--scenario", "-s"), complete="scenarios",
-    )  # fmt: skip
-    precision: float = declare(0.02, "Stop when half of the 95 % interval is at most this share.", SEARCH)
-    max_probes: int = declare(40, "Most runs per policy.", SEARCH)
-    max_time: float | None = declare(None, "Most seconds for the whole command.", SEARCH, infinite=True)
-    output_dir: str | None = declare(
-        None, "Directory of the probes; an existing search continues.", OUTPUT, names=("--output-dir", "-o"), text=Path
     )
 
 

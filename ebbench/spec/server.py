@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, check_ranges, declare
+from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, MOST_SECONDS, check_ranges, declare
 from ebbench.config.server_url import is_server_url
 from ebbench.errors import UnknownNameError, UsageError
 
@@ -85,6 +85,15 @@ class Speculative:
     def tokens_per_step(self) -> float:
         """Mean tokens of a decode step per sequence, where no answer ends."""
         return 1.0 + sum(self.acceptance)
+
+
+def with_acceptance(text: str, rates: Sequence[float]) -> str:
+    """The setting, with the rates of a fitted workload where it has none. ``rates`` may be empty."""
+    given = _pairs(text)
+    if "acceptance" in given or not rates:
+        return text
+    tokens = _tokens(given.get("tokens"))
+    return f"{text},acceptance={','.join(f'{rate:.12g}' for rate in rates[:tokens])}"
 
 
 @cache
@@ -171,7 +180,10 @@ def _tokens(text: str | None) -> int | None:
 def _acceptance(text: str | None, tokens: int | None) -> tuple[float, ...]:
     """The rates that are given, or those of a file and published ones for as many ``tokens``."""
     if not text:
-        raise UsageError(f"{OPTION}: give the acceptance rate per position, for example {EXAMPLE}")
+        raise UsageError(
+            f"{OPTION}: give the acceptance rate per position, for example {EXAMPLE}, or run a workload "
+            "fitted to a log with them"
+        )
     if text.endswith(".json"):
         return _measured(Path(text))[:tokens]
     try:
@@ -402,7 +414,12 @@ class EngineOptions:
         OFF, "vLLM's API server, simulated: auto (where it would be busy), datacenter, FILE.toml or off.", ENGINE,
         complete="api_servers_or_auto", shown="")  # fmt: skip
     api_server_count: int | None = declare(
-        None, "Its processes per engine; default: one per data-parallel unit.", ENGINE, shown=""
+        None,
+        "Its processes per engine; default: one per data-parallel unit.",
+        ENGINE,
+        at_least=1,
+        at_most=1024,
+        shown="",
     )
     assume_kernels: bool = declare(
         False, "Estimate kernels that were not measured on the GPU by a roofline; results say so.", ENGINE,
@@ -410,7 +427,7 @@ class EngineOptions:
     )  # fmt: skip
     front_end_ms: float | None = declare(
         None, "Time per request in front of the engine, simulated; default: as servers with the GPU have it.", ENGINE,
-        at_least=0, shown="{:g} ms in front of the engine",
+        at_least=0, at_most=1e3 * MOST_SECONDS, shown="{:g} ms in front of the engine",
     )  # fmt: skip
     speculative: str | None = declare(
         None,

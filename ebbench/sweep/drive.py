@@ -22,6 +22,7 @@ from ebbench.network.credentials import HIDDEN, LONG, api_key, redacted, written
 from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.run import unused
+from ebbench.records.warnings import shown_text, told_columns
 from ebbench.runs.api_server import as_answered
 from ebbench.runs.execute import Made, make
 from ebbench.runs.file import plain, plain_type
@@ -56,6 +57,7 @@ SCHEMA = pa.schema(
     + [pa.field(declared.name, _TYPES[plain_type(declared.kind)]) for declared in known_settings().values()]
     + [pa.field(name, pa.float64()) for name in FIGURES]
     + [pa.field("valid", pa.bool_()), pa.field("reasons", pa.string()), pa.field("warnings", pa.string())]
+    + [pa.field(name, pa.list_(pa.string())) for name in told_columns({"reasons": (), "warnings": ()})]
     + [pa.field("plan_hash", pa.string()), pa.field("git_commit", pa.string())]
     + [pa.field("seconds", pa.float64()), pa.field("worker", pa.string())]
 )
@@ -176,12 +178,15 @@ def _stored_settings(cell: RunSpec) -> dict[str, Any]:
 def results_row(entry: Finished) -> dict[str, Any]:
     """A finished cell as a row of SCHEMA."""
     figures: Mapping[str, Any] = entry.measured.figures
+    caveats = [caveat.to_dict(str(caveat)) for caveat in entry.measured.caveats]
+    told = {"reasons": figures.get("reasons") or (), "warnings": caveats}
     return (
         {"key": result_key(entry.cell), "seconds": entry.measured.seconds, "worker": entry.measured.worker}
         | {name: plain(value) for name, value in _stored_settings(entry.cell).items()}
         | {name: _real(figures.get(name)) for name in FIGURES}
         | {name: figures.get(name) for name in ("valid", "plan_hash", "git_commit")}
-        | {"reasons": "; ".join(figures.get("reasons") or ()), "warnings": "; ".join(entry.measured.caveats)}
+        | {name: "; ".join(map(shown_text, caveat)) for name, caveat in told.items()}
+        | told_columns(told)
     )
 
 
@@ -353,7 +358,7 @@ def named(cells: Sequence[Finished], axes: Sequence[str]) -> list[tuple[str, str
     for entry in cells:
         settings = settings_of(entry.cell)
         where = ", ".join(f"{name}={plain(settings[name])}" for name in axes) or "the only cell"
-        problems.append((where, "; ".join(entry.measured.figures.get("reasons") or ())))
+        problems.append((where, "; ".join(map(shown_text, entry.measured.figures.get("reasons") or ()))))
     return problems
 
 

@@ -253,8 +253,8 @@ def caveats(result: Result) -> list[str]:
     valid = [entry for entry in result.finished if entry.measured.valid]
     settings = [settings_of(entry.cell) for entry in valid]
     axes = [{name: str(plain(own[name])) for name in result.sweep.axes} for own in settings]
-    said = [entry.measured.caveats for entry in valid]
-    return told_once(said, by_settings(axes, lambda name, values: f"{name}={values}", "cells"))
+    texts_by_cell = [entry.measured.caveats for entry in valid]
+    return told_once(texts_by_cell, by_settings(axes, lambda name, values: f"{name}={values}", "cells"))
 
 
 SHOWN_INVALID = 20

@@ -70,16 +70,16 @@ def stepped_gaps(
     if not n:
         return np.zeros(0)
     edges = step_edges(n, per_step)
-    held = np.flatnonzero(np.diff(edges))  # steps with arrivals; at low rates some have none
-    starts, sizes = edges[held], np.diff(edges)[held]
-    place = held % len(widths)
+    busy_steps = np.flatnonzero(np.diff(edges))  # steps with arrivals; at low rates some have none
+    starts, sizes = edges[busy_steps], np.diff(edges)[busy_steps]
+    place = busy_steps % len(widths)
     # A full step is filled exactly, and the last one in proportion to its arrivals.
-    ends = (held + 1) * per_step
+    ends = (busy_steps + 1) * per_step
     if starts[-1] + per_step > n:
-        ends[-1] = held[-1] * per_step + sizes[-1]
+        ends[-1] = busy_steps[-1] * per_step + sizes[-1]
     wanted = np.diff(ends, prepend=0.0)
     seconds = wanted * np.asarray(widths, np.float64)[place] / np.mean(widths)  # in mean gaps
-    step = np.repeat(np.arange(len(held)), sizes)
+    step = np.repeat(np.arange(len(busy_steps)), sizes)
     drawn = gaps_at((rng.permutation(n) + rng.random(n)) / n, means)
     order = order_with(step, drawn, rng, means=seconds / sizes, roots=np.asarray(roots)[place])
     gaps = _with_longest(drawn[order], starts, sizes, seconds)
@@ -125,8 +125,8 @@ _SWAPS, _CLOSE_CENTRE = 100, 0.005
 
 def relative_roots(values: Any) -> Floats:
     """Square roots of the values in their mean."""
-    held = np.asarray(values, np.float64)
-    roots: Floats = np.sqrt(held / max(float(held.mean()), 1e-12))
+    numbers = np.asarray(values, np.float64)
+    roots: Floats = np.sqrt(numbers / max(float(numbers.mean()), 1e-12))
     return roots
 
 
@@ -156,17 +156,17 @@ def order_with(
     sizes, relative = np.asarray(values, np.float64), np.asarray(means, np.float64)
     by_size = np.lexsort((rng.random(n), sizes, groups))  # equal values in random order
     ordered, ordered_roots = sizes[by_size], relative_roots(sizes)[by_size]
-    held = np.bincount(stretch, minlength=len(relative))
-    noise = _normal(stretch, held, rng)
-    mean, wanted_root = _mean_of(relative, held, sizes), np.asarray(roots, np.float64)
+    counts = np.bincount(stretch, minlength=len(relative))
+    noise = _normal(stretch, counts, rng)
+    mean, wanted_root = _mean_of(relative, counts, sizes), np.asarray(roots, np.float64)
     shift, spread = _Corrected(len(relative), -_FARTHEST, _FARTHEST), _Corrected(len(relative), _NARROWEST, _WIDEST)
     places, placed = np.lexsort((noise, groups)), np.empty(n)
     for _ in range(_ROUNDS):
         placed[places] = ordered
-        off = [_mean_errors(mean, placed, stretch, held, _CLOSE * float(sizes.mean()))]
+        off = [_mean_errors(mean, placed, stretch, counts, _CLOSE * float(sizes.mean()))]
         if len(wanted_root):
             placed[places] = ordered_roots
-            off.insert(0, _mean_errors(wanted_root, placed, stretch, held, _CLOSE))
+            off.insert(0, _mean_errors(wanted_root, placed, stretch, counts, _CLOSE))
         if not any(error.any() for error in off):
             break
         for corrected, by in zip((shift, spread), off, strict=False):
@@ -239,31 +239,31 @@ class _Corrected:
         self._before = off
 
 
-def _normal(stretch: Int64s, held: Int64s, rng: np.random.Generator) -> Floats:
+def _normal(stretch: Int64s, counts: Int64s, rng: np.random.Generator) -> Floats:
     """Normal numbers: a stretch of n places gets one from each of n equal quantile ranges, in random order."""
     n = len(stretch)
     order = np.lexsort((rng.random(n), stretch))
-    starts = np.cumsum(held) - held
+    starts = np.cumsum(counts) - counts
     place = np.empty(n, np.int64)
     place[order] = np.arange(n) - starts[stretch[order]]
-    shares = (place + rng.random(n)) / held[stretch]
+    shares = (place + rng.random(n)) / counts[stretch]
     numbers: Floats = np.sort(rng.standard_normal(n))[np.argsort(np.argsort(shares))]
     return numbers
 
 
-def _mean_of(relative: Floats, held: Int64s, values: Floats) -> Floats:
+def _mean_of(relative: Floats, counts: Int64s, values: Floats) -> Floats:
     """Mean value per stretch, such that the mean over all places is that of ``values``."""
-    levels = np.where(held > 0, relative, 0.0)
+    levels = np.where(counts > 0, relative, 0.0)
     levels /= levels.max() if levels.any() else 1.0  # sums of levels near 0 would vanish, and quotients overflow
-    mean = float(levels @ held) / len(values)
+    mean = float(levels @ counts) / len(values)
     scaled: Floats = levels * (float(values.mean()) / mean if mean > 0 else 0.0)
     return scaled
 
 
-def _mean_errors(wanted: Floats, placed: Floats, stretch: Int64s, held: Int64s, close: float) -> Floats:
+def _mean_errors(wanted: Floats, placed: Floats, stretch: Int64s, counts: Int64s, close: float) -> Floats:
     """How much too low the mean of each stretch is; 0 where it is close, or where there are no places."""
-    off: Floats = wanted - np.bincount(stretch, placed, len(wanted)) / np.maximum(held, 1)
-    off[(np.abs(off) <= close) | (held == 0)] = 0.0
+    off: Floats = wanted - np.bincount(stretch, placed, len(wanted)) / np.maximum(counts, 1)
+    off[(np.abs(off) <= close) | (counts == 0)] = 0.0
     return off
 
 

@@ -44,9 +44,6 @@ class CurveSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         _refuse([not_positive("period_s", self.period_s)])
 
 
-_OF_ARRIVALS = ("rate", "share", "level", "burstiness", "curve", "gaps", "tick_s", "even", "roots", "centres")
-
-
 class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One phase. Closed loop: ``max_concurrency``. Open loop: ``process`` and a rate.
 

@@ -25,6 +25,7 @@ from ebbench.engines.vllm import VllmEngine, server_environment
 from ebbench.errors import DataError, EbbenchError, RunError, UsageError
 from ebbench.process.child import child_environ, run_supervised
 from ebbench.records import files
+from ebbench.records.warnings import shown_text
 from ebbench.runs.execute import Made, make
 from ebbench.runs.pool import InProcess, Outcome
 from ebbench.runs.prepare import device_of
@@ -335,5 +336,5 @@ def _no_progress(_log: Path) -> Callable[[float], None]:
 def _tell(say: Say, where: str, cell: RunSpec, measured: Measured) -> None:
     load, rate = cell.plan.max_concurrency, measured.get("output_throughput")
     figures = "no request completed" if rate is None else f"{rate:,.0f} output tokens/s"
-    invalid = "" if measured.valid else f"; INVALID: {'; '.join(measured.figures.get('reasons', ()))}"
+    invalid = "" if measured.valid else f"; INVALID: {'; '.join(map(shown_text, measured.figures.get('reasons', ())))}"
     say(f"{where}, {cell.policy} at {load} open: {figures} in {measured.seconds:.0f} s{invalid}")

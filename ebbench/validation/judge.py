@@ -19,6 +19,8 @@ from typing import Literal
 
 import numpy as np
 
+from ebbench.analysis.statistics import t_quantile
+
 THROUGHPUT, TTFT, TPOT = "output_throughput", "median_ttft_ms", "median_tpot_ms"
 METRICS: Mapping[str, str] = {THROUGHPUT: "throughput", TTFT: "TTFT", TPOT: "TPOT"}
 """Judged figures by their key in a run's summary, and their names."""
@@ -211,9 +213,7 @@ def interval_factor(degrees: float, together: int = 1) -> float:
     ``together``: number of means that are covered at the same time (Bonferroni). The noise of two rounds in two
     settings is itself known so badly that it takes 4.3; with many settings it takes 2.
     """
-    from scipy import stats
-
-    return float(stats.t.ppf(1.0 - 0.025 / together, degrees)) if degrees else math.inf
+    return t_quantile(1.0 - 0.025 / together, degrees) if degrees else math.inf
 
 
 def _gains(observations: Sequence[Observation], baseline: str) -> Iterable[GainPrediction]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ebbench.calibration.measure import ProbeGrid, parse_grid
-from ebbench.config.declare import DEFAULT_DEVICE, Setting, parse_values
+from ebbench.config.declare import DEFAULT_DEVICE
 from ebbench.devices.profiles import chosen_api_server
 from ebbench.engines.checks import check_counts
 from ebbench.engines.vllm_command import check_vllm_options, cpu_build, random_weight_options
@@ -21,7 +21,8 @@ from ebbench.errors import DataError, RunError, UsageError
 from ebbench.records import files
 from ebbench.runs.execute import Task, make
 from ebbench.spec.client import ClientOptions
-from ebbench.spec.run import Labels, RunSpec
+from ebbench.spec.commands import ValidationCommand, asked_of
+from ebbench.spec.run import OF_LABELS, Labels, RunSpec
 from ebbench.spec.server import DEFAULT_CLASS, OFF, EngineOptions
 from ebbench.workloads.options import PlanOptions
 from vllm_eb.policy import parse_policy
@@ -331,30 +332,18 @@ def fitted_schedule(
         rounds -= 1
 
 
-def validation_question(
-    model: str,
-    policy: Sequence[str] | None,
-    engine: str,
-    device: str | None,
-    api_server: str | None,
-    loads: str | None,
-    rounds: int,
-    input_len: int | None,
-    output_len: int | None,
-    tokens: str | None,
-    seqs: str | None,
-    contexts: str | None,
-    max_time: float,
-    run_time: float,
-    lag_limit_ms: float | None,
-    seed: int,
-    vllm_options: tuple[str, ...],
-    labels: Labels,
-) -> ValidationQuestion:
-    """The question that the options ask. Raises UsageError for invalid options."""
-    if max_time <= 0:
-        raise UsageError(f"--max-time must be positive, not {max_time:g}")
-    check_counts(input_len=input_len, output_len=output_len, run_time=run_time)
+def validation_question(given: Mapping[str, Any]) -> ValidationQuestion:
+    """The question. ``given``: settings of a run and of :class:`ValidationCommand`, by name.
+
+    Raises UsageError for invalid options.
+    """
+    asked, settings = asked_of(ValidationCommand, given)
+    engine, model, device = settings.get("engine", "vllm"), settings["model"], settings.get("device")
+    vllm_options, api_server = tuple(settings.get("vllm_options") or ()), settings.get("api_server")
+    lengths = {name: settings.get(name) for name in ("input_len", "output_len")}
+    if asked.max_time <= 0:
+        raise UsageError(f"--max-time must be positive, not {asked.max_time:g}")
+    check_counts(**lengths, run_time=asked.run_time)
     check_vllm_options(vllm_options)
     if engine != "vllm" and vllm_options:
         raise UsageError(f"options after -- are for vLLM, which engine {engine} does not start")
@@ -362,27 +351,22 @@ def validation_question(
         raise UsageError("--device is for engines sim and emulated; engine vllm measures this machine")
     if engine != "vllm" and api_server is not None:
         raise UsageError(f"--api-server is for engine vllm; with engine {engine} neither side has one")
-    grid = parse_grid(engine, tokens, seqs, contexts)
+    grid = parse_grid(engine, asked)
     needed = random_weight_options(model, vllm_options) if engine == "vllm" else ()
     return ValidationQuestion(
         model=model,
         grid=grid,
-        loads=_loads(loads) or (max(grid.seqs[-1] // 8, 1), max(grid.seqs[-1] // 2, 2)),
-        policies=tuple(policy or POLICIES),
-        rounds=rounds,
-        input_tokens=input_len or max(grid.tokens[-1] // 4, 4),
-        output_tokens=output_len or max(grid.contexts[-1] // 4, 8),
+        loads=asked.loads or (max(grid.seqs[-1] // 8, 1), max(grid.seqs[-1] // 2, 2)),
+        policies=tuple(settings.get("policy") or POLICIES),
+        rounds=asked.rounds,
+        input_tokens=lengths["input_len"] or max(grid.tokens[-1] // 4, 4),
+        output_tokens=lengths["output_len"] or max(grid.contexts[-1] // 4, 8),
         engine=engine,
         device=device if engine == "vllm" else device or DEFAULT_DEVICE,
-        seed=seed,
-        longest_run_s=run_time,
-        lag_limit_ms=lag_limit_ms,
+        seed=settings.get("seed", 0),
+        longest_run_s=asked.run_time,
+        lag_limit_ms=settings.get("lag_limit_ms"),
         vllm_options=(*needed, *vllm_options),
-        labels=labels,
+        labels=Labels(**{name: settings[name] for name in OF_LABELS if name in settings}),
         api_server=(api_server or DEFAULT_CLASS) if engine == "vllm" else OFF,
     )
-
-
-def _loads(text: str | None) -> tuple[int, ...]:
-    loads = parse_values("--loads", text or "", Setting("", at_least=1, kind=int, example="64,256"))
-    return tuple(sorted(set(loads)))

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from ebbench.errors import EbbenchError, InputFileError, RunError, UsageError
-from ebbench.records.warnings import caveat
+from ebbench.records.warnings import warning
 from ebbench.traffic.arrivals import substream
 from ebbench.workloads.files import FileRecord, read_file, read_json
 from ebbench.workloads.requests import Int32s, Requests, first_sessions, repeatable, single_turn, strings, with_history
@@ -487,11 +487,8 @@ def _select(records: Iterable[FileRecord], name: str, rules: Records, selection:
     counter = token_counter(selection.tokenizer)
     cut = substream(selection.seed, "content/cut")
     requests = sample_requests(talks(), rules, counter, selection.sessions, cut, selection.with_text)
-    return _Taken(_with_token_counts(requests, counter), used)
-
-
-def _with_token_counts(requests: Requests, counter: TokenCounter) -> Requests:
-    return replace(requests, facts={"token_counts": counter.description}, warnings=counter.warnings)
+    facts = {"token_counts": counter.description}
+    return _Taken(replace(requests, facts=facts, warnings=counter.warnings), used)
 
 
 def _described(requests: Requests, source: str, reason: str, selection: Selection) -> Requests:
@@ -501,6 +498,6 @@ def _described(requests: Requests, source: str, reason: str, selection: Selectio
         again = selection.redraw and repeatable(requests)
         if again:
             requests = first_sessions(requests, selection.sessions)
-        held = caveat("source-too-short", source=source, sessions=have, asked=selection.sessions, again=again)
-        warnings = (*warnings, held)
+        too_short = warning("source-too-short", source=source, sessions=have, asked=selection.sessions, again=again)
+        warnings = (*warnings, too_short)
     return replace(requests, facts={"source": source, "source_reason": reason, **requests.facts}, warnings=warnings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -154,15 +155,21 @@ def fit_workload(trace: Trace, name: str, time_unit: str | None = None) -> Workl
         prefixes=None if repeats is None else _prefixes(requests, repeats),
         # Which prompts repeat which depends on their order already; with a drift Mooncake came no closer.
         drift=None if repeats is not None else fit_drift(_sizes(requests), None if several else requests.output_tokens),
+        acceptance=tuple(round(rate, 6) for rate in trace.collected.acceptance),
     )
     profile = Profile(input=_summary(requests.input_tokens), output=_summary(requests.output_tokens))
     return WorkloadSpec(
         name=name,
-        description=f"Fitted to {len(requests):,} requests of a log",
+        description=f"Fitted to {len(requests):,} requests of a log{_drafted(fitted.acceptance)}",
         num_prompts=requests.sessions,
         profile=profile,
         fitted=fitted,
     )
+
+
+def _drafted(acceptance: Sequence[float]) -> str:
+    rates = ", ".join(f"{rate:.2f}" for rate in acceptance)
+    return f"; drafted tokens accepted by position: {rates} (--speculative method=M takes them)" if rates else ""
 
 
 def _summary(tokens: Any) -> LengthSpec:

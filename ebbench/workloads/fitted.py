@@ -214,6 +214,8 @@ class Fitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     ``outputs``: of all requests; outputs drawn from the ranges then only give the order in which these come. Empty if
     the log has sessions of several turns or prompts that repeat earlier ones, and in files of earlier versions.
+    ``acceptance``: of drafted tokens, by position; empty if the log does not tell. It holds for simulated servers that
+    draft and are given none.
     """
 
     lengths: tuple[Lengths, ...]
@@ -222,6 +224,7 @@ class Fitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     sessions: Sessions | None = None
     prefixes: Prefixes | None = None
     drift: Drift | None = None
+    acceptance: tuple[float, ...] = ()
 
     def scenario(self) -> ScenarioSpec | None:
         """The arrivals as an open loop; None if the log had no times."""

@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from ebbench.errors import InputFileError
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.workloads.files import LogFile, LogRecord
 from ebbench.workloads.log_columns import value_at
 from ebbench.workloads.recorded import (
@@ -53,13 +54,10 @@ def _weka_block(record: LogRecord) -> Any:
     return _WEKA_BLOCK if size is None else size
 
 
-def _weka_notes(log: LogFile) -> tuple[str, ...]:
+def _weka_notes(log: LogFile) -> tuple[RunWarning, ...]:
     if len(log.parts) < 2:
         return ()
-    return (
-        f"{len(log.parts):,} files with a session each: their times count from each session's own start, so that "
-        "recorded times let all sessions begin together; --scenario poisson --request-rate R spreads them",
-    )
+    return (warning("sessions-start-together", files=len(log.parts)),)
 
 
 class _WekaRequest(msgspec.Struct):

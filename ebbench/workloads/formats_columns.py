@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from ebbench.errors import InputFileError, UsageError
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.workloads.files import LogFile, LogRecord
 from ebbench.workloads.log_columns import (
     ALIASES,
@@ -37,6 +38,7 @@ from ebbench.workloads.recorded import (
     answer_text,
     joined_text,
     read_class,
+    read_steps,
     read_tokens,
     read_turn,
     unusable,
@@ -118,15 +120,6 @@ class Delays:
     lengths_add: bool
     _last: dict[Any, tuple[Stamp | None, int]] = field(default_factory=dict)
 
-    @property
-    def note(self) -> str:
-        """What is said about such a log."""
-        added = "; their prompts hold the session so far, and their hash_ids are not used" if self.lengths_add else ""
-        return (
-            f"later turns start {self.columns.names['delay']} after the turn before has ended{added}. Rates count "
-            "answers as if they took no time"
-        )
-
     def placed(self, record: LogRecord, row: Recorded) -> Recorded:
         """The request with its time, pause and whole prompt. Raises InputFileError."""
         delay = self._delay(record)
@@ -164,7 +157,7 @@ class Delays:
         return delay
 
 
-_MORE = ("end", "duration", "turn", "hash_ids", "session", "cached", "class")
+_MORE = ("end", "duration", "turn", "hash_ids", "session", "cached", "class", "accepted")
 """Roles that make a row more than a time and two lengths."""
 CHOICES = (*ALIASES, "block_tokens")
 """Keys of ``--columns`` that a log with columns takes."""
@@ -306,19 +299,15 @@ def _check(log: LogFile, columns: Columns, names: list[str]) -> None:
         raise InputFileError(log.path, problem, line)
 
 
-def _notes(columns: Columns, asked: Mapping[str, str], definition: Definition) -> Iterator[str]:
+def _notes(columns: Columns, asked: Mapping[str, str], definition: Definition) -> Iterator[RunWarning]:
     if columns.passed_over:
-        others = ", ".join(columns.passed_over)
-        yield f"columns {others} have similar names and are not used; --columns chooses"
+        yield warning("columns-passed-over", columns=list(columns.passed_over))
     if "user" in columns.names and "session" not in columns.names and asked.get("session") != "-":
-        user = columns.names["user"]
-        yield f"requests of one {user} are not taken as one session; --columns session={user} does that"
+        yield warning("users-are-no-sessions", column=columns.names["user"])
     if columns.added:
-        own = columns.names["input"]
-        parts = " + ".join((own, *columns.added))
-        yield f"prompts have {parts} tokens, as Anthropic's API counts them; --columns input={own} takes that one alone"
+        yield warning("columns-added", column=columns.names["input"], added=list(columns.added))
     if definition.time_is_end and "duration" not in columns.names:
-        yield "its times are those at which requests ended, since it has no durations"
+        yield warning("times-are-ends")
 
 
 class _Reader:
@@ -333,18 +322,19 @@ class _Reader:
         self._answer, self._failure = columns.getter("answer"), failure_reader(columns, log)
         self._end, self._lasts, self._turns, self._hash_ids = (columns.getter(role) for role in _MORE[:4])
         self._session, self._cached = self._session_of(), columns.getter("cached")
-        self._class = columns.getter("class")
+        self._class, self._accepted = columns.getter("class"), columns.getter("accepted")
         self._added = [(name, value_at(name)) for name in columns.added]
         # A prompt that is counted from its messages is whole; a length is of what the turn adds.
         self.delays = Delays(log, columns, not self.from_texts) if "delay" in have else None
         self._seconds = _SECONDS.get(columns.units.get("duration", definition.duration or ""))
 
-    def notes(self) -> Iterator[str]:
-        """What is said about how the rows are read."""
+    def notes(self) -> Iterator[RunWarning]:
+        """How the rows are read."""
         if self.delays is not None:
-            yield self.delays.note
+            column = self._columns.names["delay"]
+            yield warning("turns-by-delay", column=column, lengths_add=self.delays.lengths_add)
         if self._answered:
-            yield "the last message of each request, which the assistant says, is taken as the answer to those before"
+            yield warning("last-message-is-answer")
 
     def rows(self) -> Rows:
         """All records, completed requests and dropped ones."""
@@ -382,6 +372,7 @@ class _Reader:
             row.line, stamp, row.input_tokens, row.output_tokens, self._blocks(record, blocks), self._session(value),
             turn, end, lasted, text if self._texts.keep and text else None, cached,
             request_class=read_class(self._log, record.line, names.get("class", "class"), self._class(value)),
+            steps_by_accepted=read_steps(self._accepted(value)),
         )  # fmt: skip
 
     def _lengths(self, record: LogRecord, inputs: Any, outputs: Any) -> tuple[int | None, int | None, str]:
@@ -524,7 +515,7 @@ _LETTERS = ("choice_A", "choice_B", "choice_C", "choice_D")
 def _read_longbench_v2(log: LogFile, options: ReadOptions) -> Reading:
     return Reading(
         _longbench_v2_rows(log, options), block_tokens=BLOCK_TOKENS, from_texts=True,
-        notes=("LongBench v2 is a data set without times; a prompt is its context, question and choices",),
+        notes=(warning("longbench-v2"),),
     )  # fmt: skip
 
 

@@ -143,6 +143,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
         "timestamp", "start_time", "arrival_time", "arrived_at", "start_timestamp", "request_start", "started_at",
         "arrival", "arrival_timestamp", "start", "time", "ts", "created_at", "created", "date_time", "datetime", "date",
         "time_local", "time_iso8601", "msec", "event_time", "sent_at", "t",
+        "intended",
     ),
     "end": ("end_time", "end_timestamp", "request_end", "ended_at", "completed_at", "finished_at", "end"),
     "duration": (
@@ -170,6 +171,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "class": ("class", "request_class", "traffic_class", "service_class", "slo_class"),
     "hash_ids": ("hash_ids", "block_hashes", "prefix_hash_ids"),
     "cached": ("cached_tokens", "cache_read_input_tokens", "cached_input_tokens", "prompt_cache_hit_tokens"),
+    "accepted": ("acceptance_histogram", "spec_correct_drafts_histogram", "spec_accept_histogram"),
     "messages": ("messages", "conversations_messages", "chat_messages"),
     "prompt": ("prompt", "prompt_text", "input_text", "text_input", "query", "question", "instruction"),
     "answer": ("completion", "response_text", "output_text", "answer", "generated_text", "response", "output"),

@@ -103,18 +103,16 @@ def describe_log(trace: Trace, time_unit: str | None) -> dict[str, Any]:
         described["time_hint"] = trace.reading.time_hint
     else:
         requests = trace.timed(time_unit)
-        described["arrivals"] = describe_gaps(_starts(trace, time_unit))
+        described["arrivals"] = describe_gaps(np.sort(trace.seconds(time_unit)[1]))
     if rows.sessions:
         described["sessions"] = _sessions(requests)
     if rows.cached_share is not None:
         described["cached_share"] = rows.cached_share
+    if rows.acceptance:
+        described["acceptance"] = rows.acceptance
     if requests.hash_ids is not None:
         described["prefixes"] = repeated_prefixes(requests)
     return described
-
-
-def _starts(trace: Trace, time_unit: str | None) -> Floats:
-    return np.sort(trace.seconds(time_unit)[1])
 
 
 def describe_gaps(starts: Floats) -> dict[str, Any]:
@@ -161,6 +159,6 @@ def _sessions(requests: Requests) -> Mapping[str, Any]:
 def repeated_prefixes(requests: Requests) -> Mapping[str, Any]:
     """Share of the prompt tokens whose blocks an earlier prompt had: the hit rate of a cache that keeps everything."""
     size = requests.block_tokens or CHUNK_TOKENS
-    held = repeats_in(requests).blocks
-    repeated = np.minimum(requests.input_tokens, held * size).sum()
+    blocks = repeats_in(requests).blocks
+    repeated = np.minimum(requests.input_tokens, blocks * size).sum()
     return {"block_tokens": size, "repeated_share": float(repeated / requests.input_tokens.sum())}

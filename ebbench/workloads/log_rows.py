@@ -38,6 +38,7 @@ class Collected:
     number of rows and the line of the first; ``failed_by``: roles of columns that told failed ones; ``early_ends``:
     as ``dropped``, of requests that end before they start. ``cached_tokens``: prompt tokens that were in the
     server's cache, over all rows; None if the log does not say. ``classes``: empty if no row has one.
+    ``steps_by_accepted``: decode steps of all rows that accepted 0, 1, ... drafts; empty if the log does not say.
     """
 
     line: Any = field(default_factory=lambda: array("q"))
@@ -49,6 +50,7 @@ class Collected:
     failed_by: set[str] = field(default_factory=set)
     prompts: list[str | None] = field(default_factory=list)
     classes: list[str | None] = field(default_factory=list)
+    steps_by_accepted: list[int] = field(default_factory=list)
     hash_flat: Any = field(default_factory=lambda: array("q"))
     hash_counts: Any = field(default_factory=lambda: array("q"))
     block_tokens: int | None = None
@@ -71,6 +73,13 @@ class Collected:
         if self.cached_tokens is None:
             return None
         return self.cached_tokens / max(1, int(np.asarray(self.input_tokens, np.int64).sum()))
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """Share of the drafts that were accepted at least up to each position; empty if the log does not say."""
+        counts = self.steps_by_accepted
+        steps = sum(counts)
+        return tuple(sum(counts[place:]) / steps for place in range(1, len(counts))) if steps else ()
 
     @property
     def sessions(self) -> bool:
@@ -103,6 +112,10 @@ class Collected:
             _put(self.hash_counts, len(self.line), len(row.hash_ids), _NO_IDS)
         if row.cached_tokens is not None:
             self.cached_tokens = (self.cached_tokens or 0) + row.cached_tokens
+        if row.steps_by_accepted is not None:
+            self.steps_by_accepted += [0] * (len(row.steps_by_accepted) - len(self.steps_by_accepted))
+            for place, steps in enumerate(row.steps_by_accepted):
+                self.steps_by_accepted[place] += steps
         if row.prompt is not None:
             _put(self.prompts, len(self.line), row.prompt, None)
         if row.request_class is not None:
@@ -359,13 +372,13 @@ def _chains(after: list[list[int] | None], inputs: Int32s, total: Int64s) -> Int
     continued: set[int] = set()
     for row, before in enumerate(waits):
         branched = (candidate for waited in before for candidate in waits[begins[chain[waited]]])
-        held = {
+        candidates = {
             candidate
             for candidate in (*before, *branched)
             if candidate not in continued and total[candidate] <= inputs[row]
         }
-        if held:
-            last = max(held, key=lambda candidate: (total[candidate], candidate))
+        if candidates:
+            last = max(candidates, key=lambda candidate: (total[candidate], candidate))
             continued.add(last)
             chain.append(chain[last])
         else:

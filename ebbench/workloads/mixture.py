@@ -83,9 +83,9 @@ class Mixture:
             )
         return counts
 
-    def most(self, held: Sequence[int]) -> int:
+    def most(self, counts: Sequence[int]) -> int:
         """The most sessions for which no class needs more than it holds."""
-        return int(min(count / share for count, share in zip(held, self.shares, strict=True)))
+        return int(min(count / share for count, share in zip(counts, self.shares, strict=True)))
 
     @property
     def shares(self) -> list[float]:

@@ -34,6 +34,17 @@ def recorded_file(workload: str) -> Path | None:
     return located(workload.removeprefix(prefix))
 
 
+def fitted_acceptance(workload: str) -> tuple[float, ...]:
+    """Acceptance of drafted tokens by position, of a workload file that was fitted to a log with it; else empty."""
+    if not workload.endswith(".toml") or not Path(workload).expanduser().is_file():
+        return ()
+    from ebbench.foreign.documents import read_toml
+
+    fitted = read_toml(Path(workload).expanduser()).get("fitted")
+    rates = fitted.get("acceptance", ()) if isinstance(fitted, dict) else ()
+    return tuple(rates) if isinstance(rates, list) else ()
+
+
 def is_recorded(workload: str) -> bool:
     """Whether a workload is ``trace:FILE`` or ``log:FILE``."""
     return workload.startswith(RECORDED) and not mixture_parts(workload)
@@ -79,6 +90,12 @@ def _short_name(workload: str) -> str:
     return Path(workload.partition(":")[2] or workload).stem
 
 
+MOST_SEED = 2**63 - 1
+"""Stored tables hold seeds as 64-bit integers."""
+MOST_SESSIONS = 50_000_000
+"""Some 10 GB of plan; beyond that, a plan takes hours to draw."""
+
+
 @dataclass(frozen=True)
 class PlanOptions:
     """Everything a plan depends on: equal options give byte-identical plans. None: what scenario or workload say.
@@ -95,9 +112,11 @@ class PlanOptions:
     """None is ``trace`` for recorded requests and ``saturated`` otherwise."""
     num_prompts: int | None = declare(
         None, "Sessions to plan: single requests or conversations. Default: what scenario, workload or trace hold.",
-        WORKLOAD, names=("--num-prompts", "-n"), at_least=1,
+        WORKLOAD, names=("--num-prompts", "-n"), at_least=1, at_most=MOST_SESSIONS,
     )  # fmt: skip
-    seed: int = declare(0, "Seed of the plan; equal seeds give byte-identical plans.", WORKLOAD)
+    seed: int = declare(
+        0, "Seed of the plan; equal seeds give byte-identical plans.", WORKLOAD, at_least=0, at_most=MOST_SEED
+    )
     source: str = declare("auto", "auto, hub, profile or file:PATH.", WORKLOAD)
     max_concurrency: int | None = declare(
         None, "Most sessions open at a time.", LOAD, names=("--max-concurrency", "-c"), at_least=1
@@ -185,7 +204,6 @@ class PlanOptions:
     def __post_init__(self) -> None:
         check_ranges(self)
         _check_prefixes(self)
-        _require_storable(self.seed, self.num_prompts)
         if self.time_unit is not None and self.time_unit not in TIME_UNITS:
             raise UnknownNameError("time unit", self.time_unit, TIME_UNITS)
 
@@ -210,28 +228,12 @@ class PlanOptions:
         )  # fmt: skip
 
 
-MOST_SEED = 2**63 - 1
-"""Stored tables hold seeds as 64-bit integers."""
-MOST_SESSIONS = 50_000_000
-"""Some 10 GB of plan; beyond that, a plan takes hours to draw."""
-
-
 def _check_prefixes(options: PlanOptions) -> None:
     """Raise UsageError for options of shared prefixes that cannot be used together."""
     if options.prefix_share is not None and options.cache_hit_rate is not None:
         raise UsageError("--prefix-share and --cache-hit-rate both set the shared prefix; leave one of them out")
     if options.prefix_groups is not None and not options.shares_prefixes:
         raise UsageError("--prefix-groups needs --prefix-share or --cache-hit-rate")
-
-
-def _require_storable(seed: int, sessions: int | None) -> None:
-    """Raise UsageError for a seed or a number of sessions that tables of runs cannot hold."""
-    if seed < 0:
-        raise UsageError(f"seed must be 0 or more, not {seed}")
-    if seed > MOST_SEED:
-        raise UsageError(f"seed must be at most {MOST_SEED}, not {seed}")
-    if sessions is not None and sessions > MOST_SESSIONS:
-        raise UsageError(f"num prompts must be at most {MOST_SESSIONS:,}, not {sessions:,}")
 
 
 def scenario_meant(

@@ -182,15 +182,15 @@ def _step(starts: Starts, rows: Int64s) -> Step:
 def _ranges(running: Int64s) -> Int64s:
     """Tops of ranges of successive numbers, each with enough requests."""
     numbers, counts = np.unique(running, return_counts=True)
-    tops, held = [], 0
+    tops, in_range = [], 0
     for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-        held += count
-        if held >= _FEWEST:
+        in_range += count
+        if in_range >= _FEWEST:
             tops.append(number)
-            held = 0
+            in_range = 0
     if not tops:
         return numbers[-1:]
-    tops[-1] = numbers[-1] if held else tops[-1]
+    tops[-1] = numbers[-1] if in_range else tops[-1]
     return np.array(tops, np.int64)
 
 

@@ -16,7 +16,7 @@ from ebbench.errors import UsageError
 from ebbench.records.content import with_block_tokens
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
-from ebbench.records.warnings import caveat
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.traffic.arrivals import substream
 from ebbench.traffic.lengths import length_spec
 from ebbench.traffic.spec import (
@@ -93,7 +93,7 @@ def _counts(requests: Requests) -> dict[str, Any]:
     }
 
 
-def _within(requests: Requests, limits: LengthLimits) -> tuple[Requests, Int64s, tuple[str, ...]]:
+def _within(requests: Requests, limits: LengthLimits) -> tuple[Requests, Int64s, tuple[RunWarning, ...]]:
     """Requests within the limit, indices of the sessions kept, and warnings."""
     everything = np.arange(requests.sessions)
     if limits.max_model_len is None:
@@ -113,7 +113,7 @@ def _within(requests: Requests, limits: LengthLimits) -> tuple[Requests, Int64s,
         )
     if not fits.any():
         raise UsageError(f"none of the {len(requests)} requests fits max_model_len {limits.max_model_len}; raise it")
-    note = caveat("too-long-dropped", dropped=count, requests=len(requests), max_model_len=limits.max_model_len)
+    note = warning("too-long-dropped", dropped=count, requests=len(requests), max_model_len=limits.max_model_len)
     return requests.keep(fits), np.unique(requests.session[fits]), (*requests.warnings, note)
 
 
@@ -566,15 +566,16 @@ def _repeat_log(
     the scenario repeats it.
     """
     again, have = repeatable(requests), requests.sessions * times
-    first, note = 0, ""
+    first = 0
+    note: RunWarning | None = None
     if options.redraw and 0 < asked < have:
         places = have if again else have - asked + 1
         first = int(substream(options.seed, "content/log").integers(places))
-        note = caveat("part-of-log", sessions=asked, log_sessions=have)
+        note = warning("part-of-log", sessions=asked, log_sessions=have)
     elif asked > have and again:
-        note = caveat("log-read-again", sessions=asked, log_sessions=have)
+        note = warning("log-read-again", sessions=asked, log_sessions=have)
     elif asked > have:
-        note = caveat("log-too-short", sessions=asked, log_sessions=have, asker=asker)
+        note = warning("log-too-short", sessions=asked, log_sessions=have, asker=asker)
     facts = {**requests.facts, "log_sessions": requests.sessions}
     requests = replace(requests, facts=facts, warnings=(*requests.warnings, *filter(None, [note])))
     return requests, asked if again else min(asked, have), first

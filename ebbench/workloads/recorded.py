@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -14,6 +15,7 @@ import msgspec
 import numpy as np
 
 from ebbench.errors import InputFileError
+from ebbench.records.warnings import RunWarning
 from ebbench.untrusted import visible
 from ebbench.workloads.files import LogFile, LogRecord
 from ebbench.workloads.log_columns import Columns
@@ -126,7 +128,8 @@ class Recorded(NamedTuple):
 
     ``end``: when its response was complete; ``duration_s``: how long it took, where only that is known;
     ``cached_tokens``: how much of the prompt the server had in its cache then; ``pause_s``: the time from the end of
-    the turn before to its start, where that is what the log says; ``request_class``: the name of its class.
+    the turn before to its start, where that is what the log says; ``request_class``: the name of its class;
+    ``steps_by_accepted``: decode steps that accepted 0, 1, ... drafted tokens.
     """
 
     line: int
@@ -142,6 +145,7 @@ class Recorded(NamedTuple):
     cached_tokens: int | None = None
     pause_s: float | None = None
     request_class: str | None = None
+    steps_by_accepted: Sequence[int] | None = None
 
 
 class Dropped(NamedTuple):
@@ -169,7 +173,7 @@ class Reading:
 
     ``numbers_are``/``whole_numbers_are``: see :func:`ebbench.workloads.trace_times.read_time_unit`. ``block_tokens``:
     prompt tokens per hash id, None to derive it from the lengths. ``columns`` as recognised, None where the format has
-    no columns to choose. ``from_texts``: its hash ids are of texts. ``notes``: sentences for the user. ``ordered``:
+    no columns to choose. ``from_texts``: its hash ids are of texts. ``notes``: what the user should know. ``ordered``:
     rows are expected in order of time. ``time_hint``: where there are no times, the columns that look like them.
     """
 
@@ -179,7 +183,7 @@ class Reading:
     whole_numbers_are: str | None = None
     block_tokens: int | None = None
     from_texts: bool = False
-    notes: tuple[str, ...] = ()
+    notes: tuple[RunWarning, ...] = ()
     ordered: bool = True
     time_hint: str = ""
 
@@ -220,6 +224,17 @@ def read_tokens(log: LogFile, record: LogRecord, name: str, value: Any) -> int |
         problem = f"expected 0 to {MOST_TOKENS:,} tokens in {name}, found {count}"
         raise InputFileError(log.path, problem, record.line)
     return count
+
+
+def read_steps(value: Any) -> Sequence[int] | None:
+    """Counts of steps by how many drafted tokens they accepted, in a list or as JSON; None for anything else."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    counts = isinstance(value, list) and all(type(count) is int and 0 <= count <= MOST_TOKENS for count in value)
+    return value if counts else None
 
 
 def converted(log: LogFile, line: int, value: Any, kind: Any) -> Any:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.config.declare import setting
+from ebbench.records.warnings import RunWarning
 
 # Builds Arrow arrays directly from numpy buffers.
 #
@@ -118,7 +119,7 @@ class Requests:
     offset_s: Floats | None = None
     primed_tokens: Int32s | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[RunWarning, ...] = ()
 
     def __len__(self) -> int:
         return len(self.session)

@@ -349,8 +349,10 @@ def begun_before(requests: Requests, within: tuple[float, float], concurrency: S
         for row, tokens in _held_prefixes(requests, rows, first):
             primed[row] = tokens
     facts = {"session_start": f"{within[0]:g}-{within[1]:g}", "begun_before": len(chosen)}
-    held = {"primed_requests": int((primed > 0).sum()), "primed_tokens": int(primed.sum())}
-    changed = replace(requests, pause_s=pause_s, primed_tokens=primed, facts={**requests.facts, **facts, **held})
+    primed_facts = {"primed_requests": int((primed > 0).sum()), "primed_tokens": int(primed.sum())}
+    changed = replace(
+        requests, pause_s=pause_s, primed_tokens=primed, facts={**requests.facts, **facts, **primed_facts}
+    )
     return changed.keep(kept)
 
 
@@ -376,12 +378,12 @@ def _held_prefixes(requests: Requests, rows: slice, first: int) -> list[tuple[in
     content = np.zeros(len(requests), np.int64) if requests.content is None else requests.content
     before = {int(content[row]): row for row in range(rows.start, first)}
     later = {int(content[row]): row for row in range(rows.stop - 1, first - 1, -1)}
-    held = []
+    prefixes = []
     for stream, row in later.items():
         if (last := before.get(stream)) is not None:
             history = int(requests.input_tokens[last]) + int(requests.output_tokens[last])
-            held.append((row, _shared(requests, last, row, min(history, int(requests.input_tokens[row])))))
-    return held
+            prefixes.append((row, _shared(requests, last, row, min(history, int(requests.input_tokens[row])))))
+    return prefixes
 
 
 def _shared(requests: Requests, last: int, row: int, tokens: int) -> int:

@@ -150,11 +150,11 @@ def count_repeats(hash_ids: pa.Array, input_tokens: Int32s, block_tokens: int) -
             size = min(block_tokens, tokens - place * block_tokens)
             node = nodes.setdefault((node, block_id, size), len(nodes))
             path.append(node)
-        held = next((place for place, node in enumerate(path) if node >= len(last)), len(path))
-        blocks.append(held)
-        parent = last[path[held - 1]] if held else row
+        known_blocks = next((place for place, node in enumerate(path) if node >= len(last)), len(path))
+        blocks.append(known_blocks)
+        parent = last[path[known_blocks - 1]] if known_blocks else row
         lags.append(row - parent)
-        earlier.append(sizes[parent] if held else 0)
+        earlier.append(sizes[parent] if known_blocks else 0)
         sizes.append(len(path))
         last += [row] * (len(nodes) - len(last))
         for node in path:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.records.warnings import caveat
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.traffic.arrivals import substream
 from ebbench.workloads.fitted import draw_fitted
 from ebbench.workloads.requests import Int64s, Requests, single_turn, with_history
@@ -95,7 +95,9 @@ def _check(workload: WorkloadSpec, source: str, selection: Selection) -> None:
         raise UsageError(f"lengths cannot be set for the records of --source {source}; leave one of them out")
 
 
-def _from_profile(profile: Profile, selection: Selection, reason: str, warnings: tuple[str, ...] = ()) -> Requests:
+def _from_profile(
+    profile: Profile, selection: Selection, reason: str, warnings: tuple[RunWarning, ...] = ()
+) -> Requests:
     requests = draw_requests(profile, selection.sessions, selection.seed)
     facts = {
         "source": "profile",
@@ -114,5 +116,5 @@ def _from_either(workload: WorkloadSpec, profile: Profile, selection: Selection)
     try:
         return read_hub(workload, selection)
     except UnreadableError as error:
-        said = caveat("published-lengths", workload=workload.name, why=str(error))
-        return _from_profile(profile, selection, str(error), (said,))
+        published = warning("published-lengths", workload=workload.name, why=str(error))
+        return _from_profile(profile, selection, str(error), (published,))

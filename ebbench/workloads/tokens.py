@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ebbench.errors import UsageError
-from ebbench.records.warnings import caveat
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.workloads.requests import Int32s
 
 BYTES_PER_TOKEN = 4
@@ -30,7 +30,7 @@ class TokenCounter(Protocol):
         ...
 
     @property
-    def warnings(self) -> tuple[str, ...]:
+    def warnings(self) -> tuple[RunWarning, ...]:
         """Warnings about the counts, for readers of the results."""
         ...
 
@@ -48,7 +48,7 @@ class ByteEstimate:
     """One token per four UTF-8 bytes."""
 
     description: str = f"estimated, one token per {BYTES_PER_TOKEN} bytes of UTF-8"
-    warnings: tuple[str, ...] = (caveat("tokens-estimated", bytes_per_token=BYTES_PER_TOKEN),)
+    warnings: tuple[RunWarning, ...] = (warning("tokens-estimated", bytes_per_token=BYTES_PER_TOKEN),)
 
     def count(self, texts: Sequence[str]) -> Int32s:
         """Tokens of each text, rounded up."""
@@ -68,7 +68,7 @@ class TokenizerCount:
 
     tokenizer: Any
     description: str
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[RunWarning, ...] = ()
 
     def count(self, texts: Sequence[str]) -> Int32s:
         """Tokens of each text."""
@@ -115,4 +115,4 @@ def load_tokenizer(tokenizer: str | None) -> TokenizerCount | None:
 
 
 def _estimate(reason: str) -> ByteEstimate:
-    return ByteEstimate(warnings=(caveat("tokens-estimated", bytes_per_token=BYTES_PER_TOKEN, why=reason),))
+    return ByteEstimate(warnings=(warning("tokens-estimated", bytes_per_token=BYTES_PER_TOKEN, why=reason),))

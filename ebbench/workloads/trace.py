@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ebbench.errors import InputFileError, UsageError
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.traffic.spec import Replay
 from ebbench.workloads.files import LogFile, log_files, open_log
 from ebbench.workloads.formats_agents import AGENTS
@@ -180,11 +181,6 @@ def nearest(log: LogFile) -> TraceFormat:
     return best if likeness(best) >= _LIKE else TABLE
 
 
-def with_expected(formats: tuple[TraceFormat, ...] = FORMATS) -> list[tuple[str, str]]:
-    """Name and description of each format, for documents and lists."""
-    return [(trace_format.name, trace_format.expected) for trace_format in formats if trace_format.expected]
-
-
 _MOST_DROPPED = 0.5
 """Share of rows without usable lengths above which a file is refused instead of read in part."""
 
@@ -348,36 +344,24 @@ def _check_rows(path: Path, collected: Collected, columns: Mapping[str, str]) ->
     )
 
 
-def _warnings(collected: Collected, stamps: Stamps | None, columns: Mapping[str, str]) -> list[str]:
+def _warnings(collected: Collected, stamps: Stamps | None, columns: Mapping[str, str]) -> list[RunWarning]:
     warnings = []
     if collected.dropped:
-        total = sum(count for count, _ in collected.dropped.values())
-        rows = total + len(collected)
-        why = ", ".join(
-            f"{count:,} with {reason} (first: line {line:,})" for reason, (count, line) in collected.dropped.items()
-        )
+        dropped = {reason: {"rows": rows, "first_line": line} for reason, (rows, line) in collected.dropped.items()}
+        rows = len(collected) + sum(rows for rows, _ in collected.dropped.values())
         keeps = keeps_failed(collected.failed_by, columns)
-        remedy = f"; {keeps} keeps failed requests that have token counts" if keeps else ""
-        warnings.append(f"{total:,} of {rows:,} rows left out: {why}{remedy}")
+        warnings.append(warning("rows-left-out", rows=rows, dropped=dropped, kept_with=keeps))
     if collected.derived_block:
-        size = collected.block_tokens
-        warnings.append(f"its hash ids are read as blocks of {size} tokens, the size that fits all prompts")
+        warnings.append(warning("block-size-derived", block_tokens=collected.block_tokens))
     if collected.early_ends is not None:
         count, line = collected.early_ends
-        warnings.append(
-            f"requests that end before they start: {count:,} (first: line {line:,}); their ends are not used"
-        )
+        warnings.append(warning("ends-before-starts", requests=count, first_line=line))
     if collected.cached_share and not collected.hash_counts:
-        within = "only requests of one session" if collected.sessions else "no requests"
-        warnings.append(
-            f"{100 * collected.cached_share:.1f} % of the prompt tokens were cached when recorded; without hash_ids or "
-            f"messages {within} share prefixes here, so that the hit rate of a run can be another"
-        )
+        sessions = bool(collected.sessions)
+        warnings.append(warning("hits-not-replayed", cached_share=collected.cached_share, sessions=sessions))
     if stamps is not None and (backwards := _backwards(collected, stamps)).size:
         line = int(collected.line[backwards[0] + 1])
-        warnings.append(
-            f"rows earlier than the row before: {backwards.size:,} (first: line {line:,}); they are put in order"
-        )
+        warnings.append(warning("rows-not-in-order", rows=backwards.size, first_line=line))
     return warnings
 
 

@@ -20,7 +20,6 @@ import datetime as dt
 import math
 import re
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -181,14 +180,6 @@ class StampColumn:
         lowest = float(offsets.min())
         first = self.base + (lowest if self.fractions else int(lowest))
         return Stamps(first, offsets - lowest, self._iso, self.fractions / len(offsets))
-
-
-def collect_stamps(stamps: Iterable[Stamp]) -> Stamps:
-    """Combine the times of one trace. Raises ValueError if their kinds are mixed."""
-    column = StampColumn()
-    for stamp in stamps:
-        column.append(stamp)
-    return column.stamps()
 
 
 @dataclass(frozen=True)

@@ -208,8 +208,8 @@ class Calibration:
     ``mixed``: None if not measured. ``alpha_mb``: None means ``alpha_p`` (the authors' default). ``margin``: EB+'s
     default priority margin delta on this device in s/token; a negative one favours exclusive batching. ``grid``:
     measured step times for policies that compare costs per step; ``undrafted``: of a server that drafts tokens, those
-    of steps without drafts. Raises CalibrationError for a cost that is negative or
-    not finite.
+    of steps without drafts; ``drafts``: tokens drafted per decode where grid and coefficients were measured with
+    them, else 0. Raises CalibrationError for a cost that is negative or not finite.
     """
 
     alpha_p: float
@@ -222,6 +222,7 @@ class Calibration:
     source: str = ""
     grid: CostGrid | None = None
     undrafted: CostGrid | None = None
+    drafts: int = 0
 
     @property
     def costs(self) -> StepCosts:
@@ -246,6 +247,8 @@ class Calibration:
         if self.alpha_mb is not None:
             _cost("alpha_mb", self.alpha_mb)
         _number("margin", self.margin)
+        if not isinstance(self.drafts, int) or isinstance(self.drafts, bool) or self.drafts < 0:
+            raise CalibrationError(f"drafts must be a whole number of tokens, not {self.drafts!r}")
 
 
 def device_key(name: str) -> str:

@@ -44,6 +44,7 @@ def name_hint(name: str, known: Iterable[str]) -> str:
 REQUIRED = object()
 
 _TRUE, _FALSE = ("on", "true", "1"), ("off", "false", "0")
+_WITHOUT_COMMA = 9_999
 _BETWEEN = re.compile(r"[,\s]+")
 _UNITS = {"s": "seconds", "ms": "milliseconds", "s/token": "seconds per token"}
 
@@ -107,7 +108,7 @@ class Setting:
         if self.above is not None and self.below is not None:
             return f"strictly between {self.above:g} and {self.below:g}"
         parts = [
-            f"{word} {bound:g}"
+            f"{word} {_written(bound)}"
             for word, bound in (
                 ("above", self.above),
                 ("below", self.below),
@@ -205,6 +206,8 @@ def read_settings(
 
 def read_value(name: str, text: str, about: Setting, of: str, *, equals: str = "=") -> Any:
     """Parse one value. Raises SettingError that says what the setting accepts."""
+    if about.kind is int and about.at_most is None and len(text) > len(str(_WITHOUT_COMMA)):
+        about = replace(about, at_most=MOST_COUNT)  # the message then names this bound
     try:
         value = _typed(text, about)
         check_value(name, value, about)
@@ -229,6 +232,10 @@ def _typed(text: str, about: Setting) -> Any:
     return about.kind(text)
 
 
+MOST_COUNT = 2**31 - 1
+"""Largest whole number of a setting that states no bound: tables and simulator hold 32-bit counts, as vLLM does."""
+
+
 def check_value(name: str, value: Any, about: Setting) -> None:
     """Raise SettingError for a number out of range; None is allowed if it is the default."""
     if value is None or isinstance(value, bool | str):
@@ -241,10 +248,16 @@ def check_value(name: str, value: Any, about: Setting) -> None:
         and (about.above is None or value > about.above)
         and (about.below is None or value < about.below)
     )
+    if isinstance(value, int) and about.at_most is None and value > MOST_COUNT:
+        raise SettingError(f"{name} must be at most {MOST_COUNT:,}, not {value:,}")
     if not inside:
         verb = "lie" if about.above is not None and about.below is not None else "be"
         unit = f" ({about.unit_in_words})" if about.unit else ""
-        raise SettingError(f"{name} must {verb} {about.values}{unit}, not {value:g}")
+        raise SettingError(f"{name} must {verb} {about.values}{unit}, not {_written(value)}")
+
+
+def _written(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else f"{value:,}" if abs(value) > _WITHOUT_COMMA else str(value)
 
 
 def text_of(value: object) -> str:

@@ -22,6 +22,7 @@ from ebbench.cli.main import app
 from ebbench.records.manifest import plan_hash
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.warnings import Fact
+from ebbench.spec.run import simulated
 from ebbench.spec.server import version_defaults
 from ebbench.workloads import build_plan
 
@@ -98,7 +99,7 @@ def test_the_command_says_what_to_run_and_why(runs: Path) -> None:
 
 
 def test_advice_names_the_vllm_option_that_does_what_the_policy_does() -> None:
-    question = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64, server={}, scenario=None)
+    question = AdviceQuestion(simulated("balanced", "v1", "h200", "qwen3-8b", 8, 64), 1, Slo(), ("v1",))
     option = {"cadence:every=4": "--prefill-schedule-interval 4", "v1:budget=64": "--max-num-batched-tokens 64 does"}
     for policy in (*option, "marginal", "v1", "cadence:every=4,escape=off"):
         chosen = SimpleNamespace(policy=policy, max_num_batched_tokens=64)
@@ -328,13 +329,14 @@ def test_longer_requests_are_dropped_when_asked(runs: Path) -> None:
 
 
 def test_a_small_batch_still_has_two_points_to_compare() -> None:
-    question = AdviceQuestion("balanced", "h200", "qwen3-8b", None, {"num_prompts": 9}, 4, 64, 1, Slo(), ("v1",))
+    question = AdviceQuestion(simulated("balanced", "v1", "h200", "qwen3-8b", 4, 64, num_prompts=9), 1, Slo(), ("v1",))
     load = ExpectedLoad(mu_l=512, mu_o=256, p0=1 / 256, eta=0.0, concurrency=2048)
     assert sorted(concurrency_cells(question, load)) == [16, 32]
 
 
 def test_tuning_leaves_out_batches_the_threshold_does_not_fit() -> None:
-    question = AdviceQuestion("balanced", "h200", "qwen3-8b", None, {"num_prompts": 9}, 1024, 8192, 1, Slo(), ("v1",))
+    spec = simulated("balanced", "v1", "h200", "qwen3-8b", 1024, 8192, num_prompts=9)
+    question = AdviceQuestion(spec, 1, Slo(), ("v1",))
     assert {cell.server.max_num_seqs for cell in tuning_cells(question, "eb:k=600")} == {1024, 2048}
 
 

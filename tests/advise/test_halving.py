@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ebbench.advice.choice import AdviceQuestion, BudgetedPolicy
 from ebbench.advice.simulate import FACTOR, FEWEST, budgeted_policies, search, seeds_per_round
 from ebbench.analysis.metrics import Slo
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import RunSpec, simulated
 
 POLICIES = ("v1", "eb", "ebplus", "marginal", "delayer", "ppas", "cadence:every=16", "batchwait:iters=32,ratio=0.5",
             "eb:k=64", "eb:theta=0.5")  # fmt: skip
@@ -19,8 +19,8 @@ BUDGETS = (2048, 4096, 16384)
 
 
 def question(seeds: int, policies: tuple[str, ...] = POLICIES) -> AdviceQuestion:
-    plan = {"num_prompts": 9}
-    return AdviceQuestion("balanced", "h200", "qwen3-8b", None, plan, 64, 8192, seeds, Slo(), policies, budgets=BUDGETS)
+    spec = simulated("balanced", "v1", "h200", "qwen3-8b", 64, 8192, num_prompts=9)
+    return AdviceQuestion(spec, seeds, Slo(), policies, budgets=BUDGETS)
 
 
 def pair_of(cell: RunSpec) -> BudgetedPolicy:

@@ -13,8 +13,11 @@ from typer.testing import CliRunner
 
 from ebbench.advice import sentences
 from ebbench.advice.candidates import engine_count
+from ebbench.advice.choice import AdviceQuestion
+from ebbench.analysis.metrics import Slo
 from ebbench.cli.main import app
 from ebbench.errors import UsageError
+from ebbench.spec.run import simulated
 
 FEW = (
     *(
@@ -84,10 +87,9 @@ def test_the_number_of_engines_is_said(tmp_path: Path) -> None:
     assert "on rtx-pro-6000 --topology dp=4" in said
 
 
-def question(server: dict[str, str]) -> SimpleNamespace:
-    return SimpleNamespace(
-        device="h200", model="qwen3-30b-a3b", server=server, scenario=None, plan={}, seeds_alike=False, max_num_seqs=64
-    )
+def question(server: dict[str, str]) -> AdviceQuestion:
+    spec = simulated("balanced", "v1", "h200", "qwen3-30b-a3b", 64, 8192, front_end_ms=None).changed(**server)
+    return AdviceQuestion(spec, 1, Slo(), ("v1",))
 
 
 @pytest.mark.parametrize(
@@ -131,11 +133,11 @@ def test_ranks_that_refill_together_need_an_option_of_vllm(policy: str, topology
     [("tp=2", "--tp 2"), ("tp=2,dp=4,ep=8", "--topology tp=2,dp=4,ep=8"), ("dp=4", "--topology dp=4")],
 )
 def test_the_topology_is_shown_as_an_option_of_advise(topology: str, shown: str) -> None:
-    assert sentences.server_options(question({"topology": topology})) == shown  # type: ignore[arg-type]
+    assert sentences.server_options(question({"topology": topology})) == shown
 
 
 @pytest.mark.parametrize(
     ("topology", "engines"), [("tp=4", 1), ("dp=3,tp=2", 3), ("tp=1,dp=4,ep=4", 4), ("instances=2,dp=4,ep=4", 8)]
 )
 def test_every_rank_is_an_engine(topology: str, engines: int) -> None:
-    assert engine_count(question({"topology": topology})) == engines  # type: ignore[arg-type]
+    assert engine_count(question({"topology": topology})) == engines

@@ -12,6 +12,7 @@ from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import DECISIONS, PLAN, REQUESTS, STEPS
+from ebbench.records.warnings import RunWarning
 from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration, MixedCost
 from vllm_eb.policy import PolicySpec
@@ -72,7 +73,7 @@ def plan_of(
     ]
     facts = {"workload": "made-up", "scenario": "saturated", "seed": seed, "source": "profile"}
     table = pa.Table.from_pylist([{field.name: None for field in PLAN} | row for row in rows], schema=PLAN)
-    return Plan(table, chosen, facts, warnings=("lengths are made up",))
+    return Plan(table, chosen, facts, warnings=(RunWarning("", message="lengths are made up"),))
 
 
 class _NoCost:

@@ -25,7 +25,7 @@ def made(tmp_path: Path, *options: str, policy: str = "v1") -> dict[str, Any]:
 
 
 def warnings_of(tmp_path: Path, *options: str) -> list[str]:
-    return [str(warning) for warning in made(tmp_path, *options)["warnings"]]
+    return [warning["text"] for warning in made(tmp_path, *options)["warnings"]]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from ebbench.analysis.validity import by_settings, of_device, told_once
-from ebbench.records.warnings import RunWarning
+from ebbench.records.warnings import RunWarning, warning
 
 WARNINGS = (
     RunWarning("plan", message="lengths are made up"),
@@ -24,11 +24,12 @@ CELLS = [{"device": device, "dtype": dtype} for device in ("a100", "h100", "h200
      ("vllm", ("a roofline",)), ("endpoint", ("a roofline",))],
 )  # fmt: skip
 def test_caveats_are_of_a_simulated_device_or_of_a_real_client(engine: str, found: tuple[str, ...]) -> None:
-    assert of_device(engine, WARNINGS) == found
+    assert tuple(map(str, of_device(engine, WARNINGS))) == found
 
 
-def told(said: Sequence[Sequence[str]], runs: Sequence[Mapping[str, str]] = CELLS) -> list[str]:
-    return told_once(said, by_settings(runs, lambda name, values: f"{name}={values}", "cells"))
+def told(said: Sequence[Sequence[str | RunWarning]], runs: Sequence[Mapping[str, str]] = CELLS) -> list[str]:
+    warnings = [[RunWarning("", message=text) if isinstance(text, str) else text for text in texts] for texts in said]
+    return told_once(warnings, by_settings(runs, lambda name, values: f"{name}={values}", "cells"))
 
 
 @pytest.mark.parametrize(
@@ -52,11 +53,32 @@ def test_settings_that_go_without_saying_are_not_named() -> None:
     assert told([["odd"], []], pairs) == ["device=a100: odd"]
 
 
+def unfitted(device: str, step_ms: float) -> RunWarning:
+    return warning("host-unfitted", device=device, step_s=step_ms / 1e3, sequence_s=5e-6)
+
+
 def test_numbers_are_merged_into_a_range_but_not_those_in_names() -> None:
-    sizes = ["it holds 1,024 tokens", "it holds 512 tokens", "it holds 2,048.5 tokens"]
-    assert told([[text] for text in sizes], CELLS[:3]) == ["it holds 512 to 2,048.5 tokens"]
-    names = ["never fitted on h100, 2 ms", "never fitted on h200, 2 ms"]
-    assert told([[text] for text in names], [CELLS[2], CELLS[4]]) == [
-        "device=h100: never fitted on h100, 2 ms",
-        "device=h200: never fitted on h200, 2 ms",
+    ranged = told([[unfitted("h200", step_ms)] for step_ms in (3, 2, 2.5)], CELLS[:3])
+    assert ranged == ["the host's time per step on h200 was never fitted: 2 to 3 ms and 5 us per sequence are taken"]
+    names = told([[unfitted(device, 2)] for device in ("h100", "h200")], [CELLS[2], CELLS[4]])
+    assert [line.partition(" was ")[0] for line in names] == [
+        "device=h100: the host's time per step on h100",
+        "device=h200: the host's time per step on h200",
     ]
+
+
+def test_numbers_that_look_alike_are_no_range() -> None:
+    shares = [[warning("short-steady-window", share=share, option="log", asked=9)] for share in (0.412, 0.414)]
+    (line,) = told(shares, CELLS[:2])
+    assert line.startswith("Only 41 % of the run is steady")
+
+
+def test_nested_numbers_have_ranges_and_other_keys_are_another_caveat() -> None:
+    slower = [
+        warning("fewer-gpus-faster", device="l40s", gpus=gpus, fewer=gpus // 2, times=times)
+        for gpus, times in ((4, {"decodes": 1.25}), (8, {"decodes": 1.5}), (8, {"prompts": 1.1}))
+    ]
+    both, prompts = told([[each] for each in slower], CELLS[:3])
+    assert "some steps take longer on 4 to 8 l40s than on 2 to 4" in both
+    assert "decodes 1.25 to 1.50 times" in both
+    assert "prompts 1.10 times" in prompts

@@ -118,7 +118,7 @@ def test_json_has_the_shares_and_the_warning(tmp_path: Path) -> None:
         assert found is not None
         assert (row["kv_full_share"], row["repeated_tokens"]) == (found.full_share, found.repeated_tokens)
         assert row["preemptions"] == found.preemptions
-        assert any(text.startswith(FULL) for text in row["warnings"])
+        assert any(each["text"].startswith(FULL) for each in row["warnings"] if each["code"] == "kv-cache")
 
 
 def test_a_sweep_names_the_cells_whose_cache_was_full(tmp_path: Path) -> None:

@@ -6,13 +6,15 @@ python -m tests.benchmarks.drafts_report [--output reports/drafts.md] [--prompts
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import fill
 
+from ebbench.devices.base import SINGLE, Parallel
 from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
+from ebbench.records.plan import Plan
 from ebbench.render import figures
 from ebbench.render.palette import policy_colours
 from ebbench.spec.server import EngineOptions, parse_speculative, published_acceptance
@@ -20,31 +22,73 @@ from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 from vllm_eb.theory import NO_DRAFTS, Drafts, crossover, optimal_threshold
 
-GPUS = ("rtx-pro-6000", "l40s", "h200", "b300")
+
+@dataclass(frozen=True)
+class Server:
+    """What the cells run on. ``drafters``: names of published acceptance (ebbench/spec/acceptance.toml), and the
+    numbers of drafted tokens simulated with it. ``method``: vLLM's name."""
+
+    gpu: str
+    model: str
+    method: str
+    drafters: Mapping[str, tuple[int, ...]] = field(hash=False)
+    parallel: Parallel = SINGLE
+
+    @property
+    def name(self) -> str:
+        """As in the tables."""
+        if self.parallel.single:
+            return self.gpu
+        experts = f" ep={self.parallel.ep}" if self.parallel.ep > 1 else ""
+        return f"{Path(self.model).stem} on {self.gpu} tp={self.parallel.tp}{experts}"
+
+
+DEEPSEEK = str(Path(__file__).with_name("deepseek-v3.json"))
+_HEADS = {"minimax-m3-eagle3": (1, 3, 5), "qwen3-30b-a3b-eagle3": (5,)}
+_MTP = {"deepseek-v3-mtp": (1,), "deepseek-v4-pro-mtp": (3,)}
+SERVERS = (
+    *(Server(gpu, "qwen3-8b", "eagle3", _HEADS) for gpu in ("rtx-pro-6000", "l40s", "h200", "b300")),
+    Server("h200", DEEPSEEK, "mtp", _MTP, Parallel(tp=8)),
+    Server("b200", DEEPSEEK, "mtp", _MTP, Parallel(tp=8, ep=8)),
+)
+"""DeepSeek-V3 with its own MTP layer: one drafted token with its published acceptance, three with that of its
+successor, for which alone so many are published."""
 WORKLOADS = ("balanced", "sharegpt", "prefill-heavy", "decode-heavy")
 ADAPTIVE = "marginal:draft=adaptive"
 POLICIES = ("v1", "eb", "ebplus", "marginal", ADAPTIVE)
-DRAFTERS = {"minimax-m3-eagle3": (1, 3, 5), "qwen3-30b-a3b-eagle3": (5,)}
-"""Published acceptance (ebbench/spec/acceptance.toml), and the numbers of drafted tokens simulated with it."""
 SEQS = 128
 WIDTH = 120
 MODEL = """Steps with drafts are modelled, not measured: [emulator](../docs/emulator.md#speculative-decoding). In that
 model a decode with drafts uses the attention kernel of mixed batches in any step, so mixing prompts in costs no more;
 a kernel that verifies at the price of a pure decode would leave exclusive batches more to gain."""
+SECOND_HEAD = "qwen3-30b-a3b-eagle3"
+"""Left out of the plot, which has one curve per policy."""
+ABOUT = """qwen3-8b on four GPUs without drafts, with 1, 3 and 5 drafted tokens and the acceptance published for
+MiniMax-M3's EAGLE-3 head (0.78, 0.60, 0.45, 0.28, 0.24), and with 5 and that for Qwen3-30B-A3B's (0.59, 0.30, 0.15,
+0.08, 0.04); DeepSeek-V3 in FP8 on eight H200 (tp = 8) and eight B200 (tp = 8, experts over all eight) with its own
+MTP layer: 1 drafted token at its published acceptance (0.85), 3 at that of DeepSeek-V4-Pro's (0.79, 0.48, 0.22),
+since for V3 only the first is published (sources: ebbench/spec/acceptance.toml). Its latent attention is priced by
+the extra ebbench[tables]. Qwens with MTP (Qwen3-Next, Qwen3.5) keep a recurrent state, whose KV blocks are not
+simulated with drafts."""
+BY_DRAFTS = f"""Output tokens/s of v1 over those without drafts, then gain over v1 with the same drafts, mean over the
+cells and, in brackets, the number of cells in which a policy is more than 1 % ahead of v1. Adaptive: `{ADAPTIVE}`;
+eq. 8: cells in which the theory prefers exclusive batches:"""
 BY_CELL = """By cell: tokens/s of v1, gains of the others, and the advantage of exclusive batches by equation 8 in us
 per computed token (positive: exclusive). *: the number of drafted tokens with which v1 is fastest."""
 ABOUT_ADAPTIVE = """`marginal:draft=adaptive` compares steps of decodes alone. Where mixed batches are as fast as
 here, drafts beside prompts cost less than that: on the L40S, whose mixed attention is slow, it drafts too little with 1
-and 3 tokens. Where a server drafts more than its acceptance pays for, it gains most."""
+and 3 tokens. Where a server drafts more than its acceptance pays for, it gains most. For DeepSeek-V3 with 128 sequences
+on eight GPUs steps load weights, so drafts pay in any batch, and refills on their own cost more than they
+save."""
 NOTHING = 0.01
 """Gains below this share are called equal."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Output tokens/s by policy of one workload on one GPU. ``advantage_us``: of exclusive batches by eq. 8."""
+    """Output tokens/s by policy of one workload on one server. ``advantage_us``: of exclusive batches by eq. 8."""
 
-    gpu: str
+    server: Server
     workload: str
     drafter: str
     drafts: int
@@ -56,49 +100,49 @@ class Cell:
         return self.tokens_per_s.get(policy, self.tokens_per_s["marginal"]) / self.tokens_per_s["v1"] - 1.0
 
 
-def drafting() -> Iterator[tuple[str, int]]:
+def drafting(server: Server) -> Iterator[tuple[str, int]]:
     """The drafters and numbers of drafted tokens; the cells without drafts come once."""
     yield "", 0
-    for drafter, lengths in DRAFTERS.items():
+    for drafter, lengths in server.drafters.items():
         yield from ((drafter, tokens) for tokens in lengths)
 
 
-def cells(prompts: int) -> Iterator[Cell]:
+def cells(prompts: int, servers: Sequence[Server] = SERVERS) -> Iterator[Cell]:
     """All cells, each simulated under every policy on the same plan."""
-    for gpu in GPUS:
+    for server in servers:
         for workload in WORKLOADS:
             plan = build_plan(workload, num_prompts=prompts, max_concurrency=3 * SEQS // 2, source="profile")
-            for drafter, tokens in drafting():
-                rates = ",".join(map(str, published_acceptance()[drafter][:tokens])) if tokens else ""
-                text = f"method=eagle3,acceptance={rates}" if tokens else None
-                speculative = parse_speculative(text) if text else None
-                device = load_device(gpu, "qwen3-8b", speculative=speculative)
-                options = EngineOptions(max_num_seqs=SEQS, speculative=text)
-                speeds = {}
-                for policy in POLICIES if tokens else POLICIES[:-1]:
-                    requests = SimEngine(figures_only=True).run(plan, parse_policy(policy), device, options).requests
-                    span_s = float(requests["end_ns"].to_numpy().max()) / 1e9
-                    speeds[policy] = float(requests["output_tokens"].to_numpy().sum()) / span_s
-                drafts = NO_DRAFTS if speculative is None else Drafts(speculative.acceptance)
-                mu_l, mu_o = (float(plan.table[f"{side}_tokens"].to_numpy().mean()) for side in ("input", "output"))
-                costs = device.calibration
-                theta0 = optimal_threshold(min(1.0 / mu_o, 1.0), costs.alpha_p, costs.alpha_d, drafts=drafts).theta0
-                sides = crossover(costs, mu_l=mu_l, mu_o=mu_o, n_obs=SEQS, theta0=theta0, drafts=drafts)
-                yield Cell(gpu, workload, drafter, tokens, speeds, 1e6 * sides.advantage)
+            for drafter, tokens in drafting(server):
+                yield _cell(server, workload, plan, drafter, tokens)
+
+
+def _cell(server: Server, workload: str, plan: Plan, drafter: str, tokens: int) -> Cell:
+    rates = ",".join(map(str, published_acceptance()[drafter][:tokens])) if tokens else ""
+    text = f"method={server.method},acceptance={rates}" if tokens else None
+    speculative = parse_speculative(text) if text else None
+    device = load_device(server.gpu, server.model, parallel=server.parallel, speculative=speculative)
+    options = EngineOptions(max_num_seqs=SEQS, speculative=text)
+    speeds = {}
+    for policy in POLICIES if tokens else POLICIES[:-1]:
+        requests = SimEngine(figures_only=True).run(plan, parse_policy(policy), device, options).requests
+        span_s = float(requests["end_ns"].to_numpy().max()) / 1e9
+        speeds[policy] = float(requests["output_tokens"].to_numpy().sum()) / span_s
+    drafts = NO_DRAFTS if speculative is None else Drafts(speculative.acceptance)
+    mu_l, mu_o = (float(plan.table[f"{side}_tokens"].to_numpy().mean()) for side in ("input", "output"))
+    costs = device.calibration
+    theta0 = optimal_threshold(min(1.0 / mu_o, 1.0), costs.alpha_p, costs.alpha_d, drafts=drafts).theta0
+    sides = crossover(costs, mu_l=mu_l, mu_o=mu_o, n_obs=SEQS, theta0=theta0, drafts=drafts)
+    return Cell(server, workload, drafter, tokens, speeds, 1e6 * sides.advantage)
 
 
 def report(found: list[Cell], prompts: int) -> str:
     """The page."""
-    plain = {(cell.gpu, cell.workload): cell.tokens_per_s["v1"] for cell in found if not cell.drafts}
+    plain = {(cell.server, cell.workload): cell.tokens_per_s["v1"] for cell in found if not cell.drafts}
     lines = [
         "# Batching disciplines with speculative decoding",
         "",
         fill(
-            f"{len(found)} cells: {len(WORKLOADS)} workloads on {len(GPUS)} GPUs without drafts, with 1, 3 and 5 "
-            "drafted tokens and the acceptance published for MiniMax-M3's EAGLE-3 head (0.78, 0.60, 0.45, 0.28, 0.24), "
-            "and with 5 and that for Qwen3-30B-A3B's (0.59, 0.30, 0.15, 0.08, 0.04; sources: "
-            f"ebbench/spec/acceptance.toml). Costs are those of qwen3-8b; saturated, N = {SEQS}, {prompts} requests.",
-            WIDTH,
+            f"{len(found)} cells: {len(WORKLOADS)} workloads, saturated, N = {SEQS}, {prompts} requests. {ABOUT}", WIDTH
         ),
         "",
         "```bash",
@@ -109,44 +153,39 @@ def report(found: list[Cell], prompts: int) -> str:
         "",
         "![Output tokens/s over v1 without drafts, by drafted tokens and policy](drafts.svg)",
         "",
-        fill(
-            "Output tokens/s of v1 over those without drafts, then gain over v1 with the same drafts, mean over the "
-            f"cells and, in brackets, the number of cells in which a policy is more than {NOTHING:.0%} ahead of v1. "
-            "Adaptive: `marginal:draft=adaptive`; eq. 8: cells in which the theory prefers exclusive batches:",
-            WIDTH,
-        ),
+        fill(BY_DRAFTS, WIDTH),
         "",
-        "| acceptance of | drafted | v1 | eb | ebplus | marginal | adaptive | eq. 8 |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| model | acceptance of | drafted | v1 | eb | ebplus | marginal | adaptive | eq. 8 |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for drafter, tokens in drafting():
-        own = [cell for cell in found if (cell.drafter, cell.drafts) == (drafter, tokens)]
-        speedup = sum(cell.tokens_per_s["v1"] / plain[cell.gpu, cell.workload] for cell in own) / len(own)
+    groups = dict.fromkeys((Path(cell.server.model).stem, cell.drafter, cell.drafts) for cell in found)
+    for model, drafter, tokens in groups:
+        own = [c for c in found if (Path(c.server.model).stem, c.drafter, c.drafts) == (model, drafter, tokens)]
+        speedup = sum(cell.tokens_per_s["v1"] / plain[cell.server, cell.workload] for cell in own) / len(own)
         gains = [f"{100 * _mean(own, p):+.1f} % ({sum(c.gain(p) > NOTHING for c in own)})" for p in POLICIES[1:]]
-        exclusive = sum(cell.advantage_us > 0 for cell in own)
-        lines.append(
-            f"| {drafter or '-'} | {tokens} | {speedup:.2f} | {' | '.join(gains)} | {exclusive} of {len(own)} |"
-        )
+        exclusive = f"{sum(cell.advantage_us > 0 for cell in own)} of {len(own)}"
+        lines.append(f"| {model} | {drafter or '-'} | {tokens} | {speedup:.2f} | {' | '.join(gains)} | {exclusive} |")
     lines += [
         "",
         fill(ABOUT_ADAPTIVE, WIDTH),
         "",
         fill(BY_CELL, WIDTH),
         "",
-        "| GPU | workload | acceptance of | drafted | v1 tok/s | eb | ebplus | marginal | adaptive | eq. 8 |",
+        "| server | workload | acceptance of | drafted | v1 tok/s | eb | ebplus | marginal | adaptive | eq. 8 |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for cell in found:
-        group = [c for c in found if (c.gpu, c.workload) == (cell.gpu, cell.workload)]
-        best = max(group, key=lambda c: c.tokens_per_s["v1"])
-        gains = [f"{100 * cell.gain(policy):+.1f} %" for policy in POLICIES[1:]]
-        mark = " *" if cell is best else ""
-        speed = f"{cell.tokens_per_s['v1']:,.0f}"
-        lines.append(
-            f"| {cell.gpu} | {cell.workload} | {cell.drafter or '-'} | {cell.drafts}{mark} | {speed} | "
-            f"{' | '.join(gains)} | {cell.advantage_us:+.2f} |"
-        )
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *(_row(cell, found) for cell in found)]) + "\n"
+
+
+def _row(cell: Cell, found: list[Cell]) -> str:
+    group = [other for other in found if (other.server, other.workload) == (cell.server, cell.workload)]
+    mark = " *" if cell is max(group, key=lambda other: other.tokens_per_s["v1"]) else ""
+    gains = " | ".join(f"{100 * cell.gain(policy):+.1f} %" for policy in POLICIES[1:])
+    speed = f"{cell.tokens_per_s['v1']:,.0f}"
+    return (
+        f"| {cell.server.name} | {cell.workload} | {cell.drafter or '-'} | {cell.drafts}{mark} | {speed} | {gains} | "
+        f"{cell.advantage_us:+.2f} |"
+    )
 
 
 def _mean(own: list[Cell], policy: str) -> float:
@@ -154,21 +193,21 @@ def _mean(own: list[Cell], policy: str) -> float:
 
 
 def draw(found: list[Cell], stem: Path) -> None:
-    """Output tokens/s over those of v1 without drafts, by drafted tokens, one panel per GPU and workload."""
-    first = next(iter(DRAFTERS))
-    plain = {(cell.gpu, cell.workload): cell.tokens_per_s["v1"] for cell in found if not cell.drafts}
+    """Output tokens/s over those of v1 without drafts, by drafted tokens, one panel per server and workload."""
+    plain = {(cell.server, cell.workload): cell.tokens_per_s["v1"] for cell in found if not cell.drafts}
     points = [
         {
-            "gpu": c.gpu,
-            "workload": c.workload,
-            "drafted": c.drafts,
+            "server": cell.server.name,
+            "workload": cell.workload,
+            "drafted": cell.drafts,
             "series": policy,
-            "over": speed / plain[c.gpu, c.workload],
+            "over": speed / plain[cell.server, cell.workload],
         }
-        for c in found
-        if c.drafter in ("", first)
-        for policy, speed in c.tokens_per_s.items()
+        for cell in found
+        if cell.drafter != SECOND_HEAD
+        for policy, speed in cell.tokens_per_s.items()
     ]
+    servers, two_lines = list(dict.fromkeys(cell.server.name for cell in found)), "split(datum.label, ' on ')"
     alt, names = figures.altair(), list(POLICIES)
     chart = (
         alt.Chart(figures.values(points))
@@ -179,7 +218,10 @@ def draw(found: list[Cell], stem: Path) -> None:
             color=figures.colour(names, policy_colours(names)),
         )
         .properties(width=150, height=120)
-        .facet(row=alt.Row("gpu:N", title=None, sort=list(GPUS)), column=alt.Column("workload:N", title=None))
+        .facet(
+            row=alt.Row("server:N", title=None, sort=servers, header=alt.Header(labelExpr=two_lines)),
+            column=alt.Column("workload:N", title=None),
+        )
     )
     figures.save(chart, stem, ("svg",))
 
@@ -194,7 +236,7 @@ def main() -> None:
     for cell in cells(given.prompts):
         found.append(cell)
         gains = ", ".join(f"{policy} {100 * cell.gain(policy):+.1f} %" for policy in POLICIES[1:])
-        print(cell.gpu, cell.workload, cell.drafts, f"{cell.tokens_per_s['v1']:.0f} tok/s", gains, flush=True)
+        print(cell.server.name, cell.workload, cell.drafts, f"{cell.tokens_per_s['v1']:.0f} tok/s", gains, flush=True)
     given.output.write_text(report(found, given.prompts), encoding="utf-8")
     draw(found, given.output.with_suffix(""))
 

@@ -12,7 +12,7 @@ from ebbench.analysis.metrics import Slo
 from ebbench.cli.main import app
 from ebbench.errors import UsageError
 from ebbench.runs.store import Measured
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import RunSpec, simulated
 
 LEFT_OUT = "They are left out here"
 AGAIN = "Everything is simulated again with --api-server datacenter"
@@ -95,7 +95,7 @@ def test_the_candidate_that_keeps_the_api_server_busy_need_not_be_v1() -> None:
 
     slow, fast = rates(9.0), rates(90.0)
     question = AdviceQuestion(
-        "sharegpt", "h200", "qwen3-8b", None, {"num_prompts": 9}, 64, 2048, 1, Slo(), ("v1", "eb")
+        simulated("sharegpt", "v1", "h200", "qwen3-8b", 64, 2048, num_prompts=9), 1, Slo(), ("v1", "eb")
     )
     finalists = [BudgetedPolicy(name, 2048) for name in question.policies]
 

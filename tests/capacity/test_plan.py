@@ -280,7 +280,7 @@ def test_what_a_plan_estimates_is_said_and_fp8_halves_the_time_per_token() -> No
         tpot_ms.append(found["deployments"][0]["median_tpot_ms"])
         printed = " ".join(CliRunner().invoke(app, arguments).output.split())
         assert ("weights in fp8, KV cache in fp8" in printed) is bool(types)
-        for text in (" ".join(found["deployments"][0]["caveats"]), printed):
+        for text in (" ".join(said["text"] for said in found["deployments"][0]["caveats"]), printed):
             assert "not measured on l40s" in text
             assert re.search(r"mixed steps take \d+ % of this run's time", text)
             assert "never fitted" not in text  # the host's guessed constants change no step by 2 %

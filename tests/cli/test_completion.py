@@ -6,19 +6,19 @@ import sys
 
 import pytest
 
-from ebbench.cli import completion
+from ebbench.config.options import completing
 from ebbench.devices.profiles import list_devices, list_models
 from ebbench.workloads import list_scenarios, list_workloads
 from vllm_eb.policy import descriptions
 
 
 def test_completion_offers_every_bundled_name() -> None:
-    assert completion.workloads("") == [*list_workloads(), "log:", "trace:"]
-    assert completion.scenarios("") == list_scenarios()
-    assert completion.devices("") == list(list_devices())
-    assert completion.models("") == list(list_models())
-    assert [name for name, _ in completion.policies("")] == list(descriptions())
-    for offered in (completion.workloads, completion.scenarios, completion.devices, completion.models):
+    assert completing("workloads")("") == [*list_workloads(), "log:", "trace:"]
+    assert completing("scenarios")("") == list_scenarios()
+    assert completing("devices")("") == list(list_devices())
+    assert completing("models")("") == list(list_models())
+    assert [name for name, _ in completing("policies")("")] == list(descriptions())
+    for offered in map(completing, ("workloads", "scenarios", "devices", "models")):
         name = str(offered("")[0])
         assert name in offered(name[:2])
         assert offered("no such beginning") == []
@@ -56,7 +56,7 @@ def test_bash_gets_the_completions_of_a_line(line: str, expected: set[str]) -> N
 def test_names_are_found_without_heavy_imports(offered: str) -> None:
     heavy = ["pyarrow", "httpx", "rich", "scipy", *([] if offered in ("policies", "dispatch") else ["numpy"])]
     code = (
-        f"import sys\nfrom ebbench.cli import completion\ncompletion.{offered}('')\n"
+        f"import sys\nfrom ebbench.config.options import completing\ncompleting('{offered}')('')\n"
         f"print([name for name in {heavy} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

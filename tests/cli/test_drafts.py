@@ -144,7 +144,7 @@ def test_a_plan_prices_the_drafts_in(tmp_path: Path) -> None:
     without = CliRunner().invoke(app, [*common])
     plain_ms = json.loads(without.stdout)["deployments"][0]["median_tpot_ms"]
     assert found["1"]["median_tpot_ms"] < plain_ms < found["0"]["median_tpot_ms"]
-    assert any("steps with drafts are modelled" in text for text in found["0"]["caveats"])
+    assert any("steps with drafts are modelled" in said["text"] for said in found["0"]["caveats"])
 
 
 def test_a_device_is_shown_with_the_drafts_of_its_decodes() -> None:

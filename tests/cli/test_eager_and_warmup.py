@@ -41,8 +41,8 @@ def test_without_cuda_graphs_a_small_decode_step_waits_for_its_launches() -> Non
 
 
 def test_a_cost_model_without_launch_times_warns_about_enforce_eager() -> None:
-    assert any("--enforce-eager changes nothing" in text for text in load_device("h200", "qwen3-8b", cost="roofline",
-                                                                                  eager=True).warnings)  # fmt: skip
+    device = load_device("h200", "qwen3-8b", cost="roofline", eager=True)
+    assert any("--enforce-eager changes nothing" in text for text in map(str, device.warnings))
 
 
 def test_the_options_are_in_the_manifest_and_keep_runs_apart(tmp_path: Path) -> None:
@@ -53,8 +53,12 @@ def test_the_options_are_in_the_manifest_and_keep_runs_apart(tmp_path: Path) -> 
     assert eager.table("requests")["end_ns"].to_pylist()[-1] > plain.table("requests")["end_ns"].to_pylist()[-1]
     assert warm.table("requests").num_rows == 40
     ours = run_environment(plain.manifest)
-    assert differences(ours, run_environment(eager.manifest)) == ["options.enforce_eager: None against True"]
-    assert differences(ours, run_environment(warm.manifest)) == ["options.warmup: None against 20"]
+    assert [str(each) for each in differences(ours, run_environment(eager.manifest))] == [
+        "options.enforce_eager: None against True"
+    ]
+    assert [str(each) for each in differences(ours, run_environment(warm.manifest))] == [
+        "options.warmup: None against 20"
+    ]
 
 
 def test_runs_from_before_these_options_stay_comparable(tmp_path: Path) -> None:
@@ -81,7 +85,9 @@ def test_what_a_device_brings_along_keeps_runs_apart_that_had_less(tmp_path: Pat
     assert "13 ms in front of the engine" in machine_of_run(manifest).limits()
     facts = {name: value for name, value in manifest.facts.items() if name != "front_end_ms"}
     older = run_environment(msgspec.structs.replace(manifest, facts=facts))
-    assert differences(older, run_environment(manifest)) == ["options.front_end_ms: None against 13.0"]
+    assert [str(each) for each in differences(older, run_environment(manifest))] == [
+        "options.front_end_ms: None against 13.0"
+    ]
     assert run_environment(run(tmp_path / "without", "--front-end-ms", "0").manifest) == older
     assert run_environment(run(tmp_path / "given", "--front-end-ms", "13").manifest) == run_environment(manifest)
 
@@ -122,7 +128,7 @@ def test_types_and_link_are_in_the_manifest_the_header_and_the_provenance(tmp_pa
     assert fp8.manifest.kv_capacity_tokens
     assert plain.manifest.kv_capacity_tokens * 2 < fp8.manifest.kv_capacity_tokens
     told = differences(run_environment(plain.manifest), run_environment(fp8.manifest))
-    assert "options.quantization: None against fp8" in told
+    assert "options.quantization: None against fp8" in map(str, told)
 
 
 def test_a_vllm_server_is_started_with_the_types_asked_for() -> None:

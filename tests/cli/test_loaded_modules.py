@@ -1,4 +1,4 @@
-"""What a whole `ebbench run` loads: imports are most of the CPU of a short one."""
+"""What commands load: imports are most of the CPU of a short one."""
 
 from __future__ import annotations
 
@@ -8,34 +8,32 @@ from pathlib import Path
 
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 
-NOT_NEEDED = (
-    "pydantic", "httpx", "anyio", "importlib.metadata", "pandas", "rich.progress", "ebbench.simulation",
-    "ebbench.dispatch", "scipy",
-)  # fmt: skip
 LISTING = (
     "import atexit, sys; from pathlib import Path; "
-    "atexit.register(lambda: Path(LOADED).write_text(' '.join(sys.modules))); "
+    "atexit.register(lambda: Path('modules').write_text(' '.join(sys.modules))); "
     "from ebbench.__main__ import run; run()"
 )
+RUN = ("run", "balanced", "-n", "3", "--output-len", "2", "--input-len", "5", "--seed", "1", "--policy", "v1")
 
 
 def loaded_by(folder: Path, *arguments: str) -> set[str]:
-    """The modules that `ebbench run` has loaded at its end."""
-    listing = folder / "modules"
-    code = LISTING.replace("LOADED", repr(str(listing)))
-    command = [sys.executable, "-c", code, "run", "balanced", "-n", "3", "--output-len", "2", "--input-len", "5"]
-    command += ["--seed", "1", "--policy", "v1", "--output-dir", str(folder / "run"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    """The modules that a command has loaded at its end."""
+    command = [sys.executable, "-c", LISTING, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=folder)
     assert done.returncode == 0, done.stderr
-    return set(listing.read_text().split())
+    return set((folder / "modules").read_text().split())
 
 
-def test_a_run_on_a_server_loads_little(tmp_path: Path) -> None:
+def test_a_run_on_a_server_loads_no_library_in_vain(tmp_path: Path) -> None:
     with FakeServerProcess(FakeConfig(ttft_ms=1, itl_ms=1)) as server:
-        loaded = loaded_by(tmp_path, "--engine", server.url, "--lag-limit-ms", "5000", "--connect-timeout", "9")
-    assert loaded.isdisjoint(NOT_NEEDED), sorted(loaded & set(NOT_NEEDED))
+        where = ("--engine", server.url, "--connect-timeout", "9", "--lag-limit-ms", "5000", "--output-dir", "run")
+        loaded = loaded_by(tmp_path, *RUN, *where)
+    needless = {"pydantic", "httpx", "anyio", "importlib.metadata", "pandas", "rich.progress", "scipy"}
+    assert loaded.isdisjoint(needless | {"ebbench.simulation", "ebbench.dispatch"})
 
 
-def test_a_simulated_run_loads_no_client(tmp_path: Path) -> None:
-    loaded = loaded_by(tmp_path, "--engine", "sim")
-    assert loaded.isdisjoint({"pydantic", "asyncio", "httpx", "importlib.metadata", "ebbench.client.worker"})
+def test_simulated_runs_load_no_client_and_lists_no_statistics(tmp_path: Path) -> None:
+    needless = {"pydantic", "asyncio", "httpx", "importlib.metadata", "scipy", "ebbench.client.worker"}
+    for arguments in ((*RUN, "--output-dir", "runs/a"), ("show", "runs/a"), ("runs", "list")):
+        loaded = loaded_by(tmp_path, *arguments)
+        assert loaded.isdisjoint(needless), (arguments, sorted(loaded & needless))

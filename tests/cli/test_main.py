@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.cli import main
-from ebbench.cli.options import expand_goodput
 from ebbench.errors import DataError, EbbenchError, InterruptedRunError, RunError, UsageError
+from ebbench.process.command_line import exit_code, expand_goodput, wrapped
 from vllm_eb.policy import PolicyError, descriptions, policy_types
 
 
@@ -189,7 +189,7 @@ def test_every_command_shows_its_help(cli: CliRunner, args: list[str]) -> None:
 
 
 def test_help_lists_exactly_the_commands_that_are_there(cli: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = main.CommandEntry("ebbench.cli.not_there:app", main.MEASURE, "Not there.")
+    absent = main.CommandEntry("Not there.", main.MEASURE)
     monkeypatch.setitem(main.COMMANDS, "not-there", absent)
     shown = cli.invoke(main.app, ["--help"], env={"COLUMNS": "120"}).stdout
     assert "Show stored runs again." in shown
@@ -198,8 +198,8 @@ def test_help_lists_exactly_the_commands_that_are_there(cli: CliRunner, monkeypa
 
 
 def test_every_command_of_the_table_that_is_there_loads() -> None:
-    for name, entry in main.COMMANDS.items():
-        if main._installed(entry):
+    for name in main.COMMANDS:
+        if main._installed(name):
             assert main.load_command(name).name == name
 
 
@@ -293,7 +293,7 @@ def test_an_error_of_the_plugin_is_known_by_its_class(capsys: pytest.CaptureFixt
         def broken(raised: Exception = error) -> None:
             raise raised
 
-        assert main._exit_code(broken) == code
+        assert exit_code(broken) == code
         assert said in capsys.readouterr().err
 
 
@@ -314,10 +314,10 @@ def test_a_command_runs_with_closed_streams(closed: str, tmp_path: Path) -> None
 
 def test_an_error_on_a_terminal_is_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
     message = "baseline and candidate are not comparable: device rtx-pro-6000 against l40s"
-    assert main._wrapped(message) == message
+    assert wrapped(message) == message
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "40")
-    assert main._wrapped(message).splitlines() == [
+    assert wrapped(message).splitlines() == [
         "baseline and candidate are not",
         "comparable: device rtx-pro-6000 against",
         "l40s",

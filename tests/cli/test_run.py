@@ -249,7 +249,7 @@ def test_when_every_request_fails_the_metrics_are_null(engine: MadeEngine) -> No
             ["--max-num-seqs", "1024", "--max-num-batched-tokens", "512"],
             "below --max-num-seqs 1024, which vLLM refuses; raise it to 1024",
         ),
-        (["--num-prompts", "0"], "--num-prompts must be at least 1, not 0"),
+        (["--num-prompts", "0"], "--num-prompts must be at least 1 and at most 50,000,000, not 0"),
         (["--max-concurrency", "-3"], "--max-concurrency must be at least 1, not -3"),
         (["--request-rate", "0"], "--request-rate must be above 0, not 0"),
         (["--repeats", "0"], "--repeats must be at least 1"),
@@ -260,6 +260,26 @@ def test_when_every_request_fails_the_metrics_are_null(engine: MadeEngine) -> No
         (["--goodput", "ttft"], "write a number above 0 (milliseconds), e.g. ttft:500"),
         (["--goodput", "ttft:0"], "(milliseconds)"),
         (["--goodput", "ttft:1", "ttft:2"], "ttft is given twice"),
+        *(
+            ([option, "99999999999999999999"], f"{option} must be")
+            for option in (
+                "--num-kv-blocks",
+                "--replicas",
+                "--front-end-ms",
+                "--max-model-len",
+                "--max-concurrency",
+                "--input-len",
+                "--thinking-len",
+                "--prefix-groups",
+                "--num-prompts",
+                "--seed",
+                "--max-num-active-seqs",
+            )
+        ),
+        (["--api-server", "datacenter", "--api-server-count", "99999999999999999999"], "--api-server-count must be"),
+        (["--topology", "dp=20000"], "at most 10,000 units are simulated, not 20,000"),
+        (["--topology", "1p99999999999999999999d"], "at most 10,000 units"),
+        (["--policy", "eb:update_every=99999999999999999999"], "and at most 2,147,483,647"),
     ],
 )
 def test_impossible_settings_are_refused_in_one_line(
@@ -330,7 +350,7 @@ def test_a_server_runs_one_policy_as_a_label(engine: MadeEngine) -> None:
     done = invoke("run", "made-up", "--engine", url, "-n", "20", "--json")
     [summary] = json.loads(done.stdout)
     assert (summary["policy"], summary["device"], summary["model"]) == ("v1", "unknown", "unknown")
-    assert any("only the label" in warning for warning in summary["warnings"])
+    assert any("only the label" in warning["text"] for warning in summary["warnings"])
     manifest = Run.load(Path(summary["run_dir"])).manifest
     assert (manifest.options, manifest.calibration, manifest.kv_capacity_tokens) == ({}, None, None)
 

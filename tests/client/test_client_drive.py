@@ -183,7 +183,7 @@ def test_a_worker_that_is_stopped_for_a_while_makes_the_run_invalid() -> None:
     with FakeServerProcess(FakeConfig(ttft_ms=20, itl_ms=10)) as server:
         result = _while_running(server, ClientOptions(workers=1), stop_for_a_while, sessions=24, output_tokens=20)
     assert set(column(result, "status")) == {"ok"}
-    assert any("event loop stalled" in reason for reason in result.invalid)
+    assert any("event loop stalled" in reason for reason in map(str, result.invalid))
 
 
 def test_a_loop_stalled_by_its_own_process_makes_the_run_invalid() -> None:
@@ -193,7 +193,7 @@ def test_a_loop_stalled_by_its_own_process_makes_the_run_invalid() -> None:
 
     with FakeServerProcess(FakeConfig(ttft_ms=5, itl_ms=10)) as server:
         result = drive(server.url, plan_of(8, output_tokens=30), ClientOptions(workers=0), Slow(), environ={})
-    assert any("event loop stalled" in reason for reason in result.invalid)
+    assert any("event loop stalled" in reason for reason in map(str, result.invalid))
 
 
 def test_a_killed_worker_loses_only_its_own_requests() -> None:
@@ -209,7 +209,7 @@ def test_a_killed_worker_loses_only_its_own_requests() -> None:
     assert {"failed", "never_sent"} <= set(statuses) <= {"ok", "failed", "cancelled", "never_sent"}
     lost = [row for row in result.requests.to_pylist() if row["status"] == "failed"]
     assert {row["error_class"] for row in lost} == {"worker_lost"}
-    assert any("died" in reason for reason in result.invalid)
+    assert any("died" in reason for reason in map(str, result.invalid))
     assert _workers() == []
 
 

@@ -81,7 +81,7 @@ def test_a_plan_that_ends_before_its_duration_says_so(device: Device) -> None:
     plan = build_plan("balanced", num_prompts=5, duration_s=1e6)
     part, result = run_plan(SimEngine(), plan, V1, device, OPTIONS, None)
     assert len(part) == 5
-    assert any("--num-prompts" in warning for warning in result.warnings)
+    assert any("--num-prompts" in warning for warning in map(str, result.warnings))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

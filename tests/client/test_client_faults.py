@@ -142,7 +142,7 @@ def test_duplicate_ids_become_unique_and_two_clients_never_share_one() -> None:
         first, second = run(server.url, plan), run(server.url, plan)
         sent = [entry.request_id for entry in server.ledger()]
     assert column(first, "request_id") == ["a", "a#3", "a#2", "b"]
-    assert any("made unique" in text for text in first.warnings)
+    assert any("made unique" in text for text in map(str, first.warnings))
     assert len(set(sent)) == 8
     for result in (first, second):
         own = {f"{result.facts['request_id_prefix']}{name}" for name in column(result, "request_id")}
@@ -153,7 +153,7 @@ def test_other_token_counts_are_noticed_and_the_servers_are_used() -> None:
     with FakeServerProcess(FakeConfig(ttft_ms=1, itl_ms=1, faults=(parse_fault("miscount:factor=1.4"),))) as server:
         result = run(server.url, plan_of(4, input_tokens=100))
     assert column(result, "input_tokens") == [140] * 4
-    assert any("counts prompt tokens otherwise" in text and "1.40" in text for text in result.warnings)
+    assert any("counts prompt tokens otherwise" in text and "1.40" in text for text in map(str, result.warnings))
 
 
 def test_requests_beyond_the_context_are_refused_before_anything_is_sent() -> None:
@@ -177,7 +177,7 @@ def test_requests_beyond_the_context_are_dropped_on_request_and_counted() -> Non
         assert len(server.ledger()) == 2
     assert column(result, "status") == ["ok", "never_sent", "ok"]
     assert column(result, "error_class")[1] == "too_long"
-    assert any("1 request(s)" in text and "left out" in text for text in result.warnings)
+    assert any("1 request(s)" in text and "left out" in text for text in map(str, result.warnings))
 
 
 def test_the_api_key_reaches_the_server_and_nothing_else() -> None:

@@ -18,6 +18,7 @@ from ebbench.client.response import LONGEST_MODEL, MOST_MODELS, StreamedResponse
 from ebbench.client.verdict import other_models_warning
 from ebbench.engines.endpoint import drive
 from ebbench.records.plan import Plan
+from ebbench.records.warnings import OTHER_MODEL
 from ebbench.spec.client import ClientOptions
 from ebbench.workloads import build_plan
 
@@ -92,14 +93,14 @@ def test_answers_from_a_fallback_model_are_counted_and_warned_of() -> None:
     with server(("big", "small")) as (url, _):
         done = run(url)
     assert done.facts["other_models"] == {"small": 4}
-    (said,) = [text for text in map(str, done.about_server) if "answers" in text]
+    (said,) = [str(each) for each in done.warnings if each.code == OTHER_MODEL]
     assert said.startswith("4 of 8 answers did not come from 'big' alone, as asked for: 4 from 'small'")
 
 
 def test_a_server_that_always_names_another_model_is_no_mixture() -> None:
     with server(("big-2026-01",)) as (url, _):
         done = run(url)
-    (said,) = [text for text in map(str, done.about_server) if "answer" in text]
+    (said,) = [str(each) for each in done.warnings if each.code == OTHER_MODEL]
     assert said.startswith("every answer names 'big-2026-01' as its model, not 'big' as asked for")
 
 
@@ -148,7 +149,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def met(done: Any) -> list[str]:
-    return [text for text in map(str, done.about_server) if "were sent to this server before" in text]
+    return [text for text in map(str, done.warnings) if "were sent to this server before" in text]
 
 
 def test_prompts_that_a_server_met_before_are_warned_of(state: Path) -> None:

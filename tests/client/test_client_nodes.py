@@ -152,7 +152,7 @@ def test_a_killed_node_is_accounted_for_request_by_request(cluster: Any, closed_
     assert {row["request_id"] for row in rows if row["status"] in ("ok", "cancelled")} <= received
     assert len({row["worker"] for row in rows if row["status"] == "ok"}) == 2  # what it had reported is kept
     assert [node["lost"] for node in result.facts["client_nodes"]].count(True) == 1
-    assert any("was lost" in reason for reason in result.invalid)
+    assert any("was lost" in reason for reason in map(str, result.invalid))
     wait_until(lambda: clients_left() == [], "worker processes of the lost node still run", 120.0)
     cluster.add_node(num_cpus=1)
     wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 3, "the nodes are not two again", 60.0)

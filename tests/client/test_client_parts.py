@@ -168,7 +168,7 @@ def test_clocks_that_agree_worse_than_the_lag_limit_make_the_run_invalid() -> No
     found = senders.findings(limit_ms=5.1)
     assert found.facts["clock_alignment_error_ms"] == 5.0  # a drift of 4 ms, known to 1 ms
     assert found.invalid == ()
-    (reason,) = senders.findings(limit_ms=4.9).invalid
+    (reason,) = map(str, senders.findings(limit_ms=4.9).invalid)
     assert "agree to 5.0 ms" in reason
 
 
@@ -188,7 +188,7 @@ def test_requests_of_a_lost_node_are_recorded_once_with_their_own_class() -> Non
     assert {record.error_class for record in records.values()} == {"node_lost"}
     assert [row for row, record in sorted(records.items()) if record.status == "failed"] == [3, 6, 7, 10, 11]
     assert {records[row].status for row in (14, 15, 18, 19)} == {"never_sent"}
-    assert any("was lost (gone)" in reason for reason in senders.findings(100.0).invalid)
+    assert any("was lost (gone)" in reason for reason in map(str, senders.findings(100.0).invalid))
 
 
 def test_in_a_closed_loop_a_lost_node_had_released_what_it_reported() -> None:

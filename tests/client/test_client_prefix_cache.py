@@ -116,8 +116,8 @@ def test_a_server_that_has_seen_the_prompts_is_recognised() -> None:
     warm = run("cached:share=0.5")
     assert warm.facts["prefix_hit_rate"] == pytest.approx(0.5, abs=0.02)
     assert warm.facts["prefix_hit_source"] == "usage"
-    assert any("prefix cache" in warning for warning in map(str, warm.about_server))
+    assert any("prefix cache" in warning for warning in map(str, warm.warnings))
     cold = run("cached:share=0")
     assert cold.facts["prefix_hit_rate"] == 0
-    assert not any("prefix cache" in warning for warning in map(str, cold.about_server))
+    assert not any("prefix cache" in warning for warning in map(str, cold.warnings))
     assert run().facts["prefix_hit_rate"] is None

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.dialects import DIALECTS
-from ebbench.client.lag import lag_percentile_ns
 from ebbench.client.release_schedule import NEVER, Arrivals, ReleaseSchedule, Slots, ramped, slow_start_ns
 from ebbench.client.response import FirstMessage, StreamedResponse, classify, token_times
 from ebbench.client.server_queries import parse
 from ebbench.client.session_plan import plan_sessions, unique_ids
 from ebbench.client.stream_messages import SseSplitter
+from ebbench.client.verdict import lag_percentile_ns
 from ebbench.errors import UsageError
 from ebbench.fakeserver.scheduled_response import Messages
 from ebbench.network.credentials import api_key

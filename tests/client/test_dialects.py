@@ -401,7 +401,7 @@ def test_output_without_counts_is_counted_and_marked(name: str, tmp_path: Path) 
     assert column(done, "output_tokens") == [3, 3]
     assert column(done, "estimated_tokens") == [True, True]
     assert done.facts["estimated_tokens"] == {"answers": 2, "by": f"tokenizer {file}"}
-    (told,) = [str(one) for one in done.about_server if one.code == "estimated-tokens"]
+    (told,) = [str(one) for one in done.warnings if one.code == "estimated-tokens"]
     assert "2 of 2 answers" in told
     assert "estimate" in told
 
@@ -447,7 +447,7 @@ def test_an_absent_tokenizer_is_said() -> None:
     with raw_server(answer) as server:
         done = run(server.url, plan_of(1), tokenizer="no/such-model")
     assert column(done, "error_class") == ["no_usage"]
-    assert [note for note in done.warnings if "--tokenizer no/such-model is not available" in note]
+    assert [note for note in map(str, done.warnings) if "--tokenizer no/such-model is not available" in note]
 
 
 FIELDS = st.sampled_from(

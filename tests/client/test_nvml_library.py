@@ -115,5 +115,5 @@ def test_a_gpu_that_is_lost_in_mid_run_is_said(driver: Path, server: FakeServerP
     found = run(driver, server, tmp_path / "run", READINGS="6")
     figures = ("gpu_power_mean_w", "gpu_power_peak_w", "gpu_energy_j", "joules_per_output_token")
     assert [found[name] for name in figures] == [None] * 4
-    assert any("GPU is lost" in warning for warning in found["warnings"])
+    assert any("GPU is lost" in warning["text"] for warning in found["warnings"])
     assert "No GPU power and energy for this run: reading the power failed" in " ".join(found["text"].split())

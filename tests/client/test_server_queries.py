@@ -38,7 +38,7 @@ def asked_at(url: str, environ: dict[str, str] | None = None, **options: object)
         client = ClientOptions(**settings)  # type: ignore[arg-type]
         async with ServerQueries(ServerUrl.parse(url), client, environ or {}) as queries:
             await queries.ready()
-            return await queries.served(), queries.notes
+            return await queries.served(), [str(note) for note in queries.notes]
 
     return run_to_end(ask)
 
@@ -179,7 +179,7 @@ def test_no_answer_fills_the_memory(answer: Answer) -> None:
     assert set(column(result, "status")) == {"ok"}
     assert peak_bytes < 100 << 20
     if answer is endless_body:
-        assert "The server's /metrics is larger than 16,777,216 bytes and was not read." in result.warnings
+        assert "The server's /metrics is larger than 16,777,216 bytes and was not read." in map(str, result.warnings)
 
 
 def test_an_answer_that_drips_does_not_outlast_its_time() -> None:

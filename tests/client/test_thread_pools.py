@@ -178,7 +178,7 @@ def test_first_requests_that_others_overtake_are_said() -> None:
     quick = [(0.1 * i, 0.1 * i + 0.02) for i in range(100)]
     slow: list[tuple[float, float | None]] = [(1.0, 5.0), (2.0, 6.0), (3.0, None)]
     table = requests_of([*quick, *slow])
-    (warning,) = slow_first_uses(table, [100, 101, 102])
+    (warning,) = map(str, slow_first_uses(table, [100, 101, 102]))
     assert warning.startswith("3 requests that were the first on their connection waited up to 3e+02 s (median 4 s)")
     assert "--connections per-request" in warning
     assert slow_first_uses(table, [0, 1, 2]) == (), "the slow ones were on used connections"

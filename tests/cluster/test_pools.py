@@ -57,7 +57,7 @@ def test_an_overloaded_decode_instance_runs_out_of_memory() -> None:
     requests = plan([(1000, 200)] * 30, concurrency=30)
     result = run(pools(1, 1, store_gb=0.01), requests)  # room for ten prompts
     assert len(result.invalid) == 1
-    assert "ran out of memory" in result.invalid[0]
+    assert "ran out of memory" in str(result.invalid[0])
     status = result.requests["status"].to_pylist()
     assert status.count("ok") == 0
     classes = result.requests["error_class"].to_pylist()

@@ -134,7 +134,7 @@ def test_a_written_profile_has_the_kv_cache_that_was_there(tmp_path: Path) -> No
 def test_a_stall_is_left_out_and_a_slow_step_counts() -> None:
     assert without_stalls([1.0, 1.0, 1.0, 1.9, 50.0]) == pytest.approx(4.9 / 4)
     probed = summarise([((1, 0, 0), 0, 2.0), ((1, 0, 0), 1, 3.0)], [0.0, 0.1, 0.1, 9.0])
-    assert astuple(probed) == ({(1, 0, 0): 2.5}, pytest.approx(0.1), pytest.approx(1.5))
+    assert astuple(probed) == ({(1, 0, 0): 2.5}, pytest.approx(0.1), pytest.approx(1.5), None)
 
 
 def test_requests_are_charged_once_each_when_their_prompt_is_complete() -> None:

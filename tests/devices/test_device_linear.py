@@ -26,7 +26,7 @@ def test_mixed_steps_follow_beta_mb() -> None:
 
 def test_without_a_measured_mixed_cost_parts_add_up_and_a_warning_says_so() -> None:
     device = load_device("h200", "llama-3.1-8b", cost="linear")
-    assert any("not published" in warning for warning in device.warnings)
+    assert any("not published" in warning for warning in map(str, device.warnings))
     cal = device.calibration
     mixed = device.cost.step_s(StepShape(((512, 0),), 64, 64 * 512, 65))
     assert mixed == pytest.approx(max(cal.alpha_p, cal.alpha_d) + cal.beta_p * 512 + cal.beta_d * 64)

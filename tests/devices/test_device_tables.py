@@ -113,7 +113,7 @@ def test_unknown_experts_are_scaled_from_the_nearest_and_say_so(tmp_path: Path) 
         '"num_experts_per_tok": 3, "moe_intermediate_size": 999}'
     )
     device = load_device("h200", str(config))
-    assert any("those of 2 of 8 experts of 4096 x 14336, scaled" in warning for warning in device.warnings)
+    assert any("those of 2 of 8 experts of 4096 x 14336, scaled" in warning for warning in map(str, device.warnings))
     assert device.cost.step_s(prefill_shape(512)) > 0
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebbench.devices.base import Device
-from ebbench.devices.geometry import KvGroup, KvLayout, kv_layout
+from ebbench.devices.base import SINGLE, Device
+from ebbench.devices.capacity import layout_with
+from ebbench.devices.geometry import KvGroup, KvLayout, ModelGeometry, attention, kv_layout
 from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import find_model
 from ebbench.engines.sim import SimEngine
@@ -40,6 +41,62 @@ def test_a_window_gives_its_blocks_back() -> None:
     assert held(layout, 32, 16) == 2 + 5 * 2
     assert held(layout, 4096, 4095) == 256 + 5 * (256 - (4095 - 47) // 16)
     assert layout.most(4096) == 256 + 5 * (-(-(47 + 256) // 16) + 1)
+
+
+def test_a_chunk_gives_its_blocks_back_when_it_is_finished() -> None:
+    """As in Llama 4: a token attends to those of its own chunk."""
+    layout = KvLayout((KvGroup(1, 16), KvGroup(3, 16, chunk=64)), 1, 4096, 256)
+    assert held(layout, 64, 63) == 4 + 3 * 4
+    assert held(layout, 70, 64) == 5 + 3 * 1
+    assert held(layout, 4096, 4095) == 256 + 3 * (256 - 63 * 4)
+    assert layout.most(4096) == 256 + 3 * (64 + 256) // 16
+
+
+@pytest.mark.parametrize(
+    ("version", "asynchronous", "window_tokens"),
+    [("0.25.1", True, 1023 + 32768), ("0.26", True, 1023 + 65536), ("0.32", False, 1023 + 32768)],
+)
+def test_windows_reckon_with_the_steps_in_flight(version: str, asynchronous: bool, window_tokens: int) -> None:
+    """Gemma 4 of 31B with 32,768 tokens per step: vLLM 0.25.1 wanted 45.79 GiB for one sequence of 262,144 tokens, 0.26
+    70.79 (issue 49878 of vLLM)."""
+    mixers = (
+        attention("full", 10, 5376, 32, 4, 512),
+        attention("window", 50, 5376, 32, 16, 256, window=1024),
+    )
+    model = ModelGeometry("m", "m", 60, 5376, 32, 4, 512, 21504, 262144, own_mixers=mixers, positions=262144)
+    layout = layout_with(model, SINGLE, 32768, version, async_scheduling=asynchronous)
+    assert layout is not None
+    assert layout.most(262144) == 262144 // 32 + 5 * (-(-window_tokens // 16) + 1)
+    if asynchronous:
+        assert round(layout.most(262144) * layout.block_bytes / 2**30, 2) == {"0.25.1": 45.79, "0.26": 70.79}[version]
+
+
+def test_chunks_are_kept_by_old_versions_and_with_drafts() -> None:
+    mixers = (attention("full", 12, 1024, 16, 8, 64), attention("chunk", 36, 1024, 16, 8, 64, window=8192))
+    model = ModelGeometry("m", "m", 48, 1024, 16, 8, 64, 4096, 32000, own_mixers=mixers, positions=131072)
+    layout = layout_with(model, SINGLE, 8192, "0.32")
+    assert layout is not None
+    assert [(group.tables, group.chunk) for group in layout.groups] == [(1, 0), (3, 8192)]
+    assert layout_with(model, SINGLE, 8192, "0.12") is None
+    assert layout_with(model, SINGLE, 8192, "0.32", drafts=True) is None
+
+
+def test_a_sequence_has_one_state_without_prefix_caching(tmp_path: Path) -> None:
+    """45 blocks for 32,768 tokens of Qwen3.5-27B: 33.04 sequences in 1,487 blocks (issue 40691 of vLLM)."""
+    linear = {
+        "model_type": "qwen3_5_text", "num_hidden_layers": 64, "hidden_size": 5120, "num_attention_heads": 24,
+        "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 17408, "vocab_size": 248320,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 48, "full_attention_interval": 4,
+        "mamba_ssm_dtype": "float32", "max_position_embeddings": 32768,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(linear))
+    model = find_model(str(tmp_path))
+    one, two = (layout_with(model, SINGLE, 8192, "0.32", prefix_caching=cached) for cached in (False, True))
+    assert one is not None
+    assert two is not None
+    assert (one.most(32768), two.most(32768)) == (42 + 3, 42 + 3 * 2)
+    assert one.groups[0].block_tokens == 784
 
 
 def test_a_state_takes_the_same_for_every_length() -> None:
@@ -73,6 +130,15 @@ def test_a_server_that_reports_tokens_has_the_blocks_of_them(tmp_path: Path) -> 
     assert device.kv_layout is not None
     blocks = device.kv_layout.blocks_of(device.kv_capacity_tokens)
     assert device.kv_layout.tokens_of(blocks) == device.kv_capacity_tokens
+
+
+def test_blocks_that_are_no_blocks_of_the_pool_are_refused(tmp_path: Path) -> None:
+    """A server logs 4,000,000 tokens: in blocks of 16 they would take more memory than there is."""
+    device = device_of(tmp_path)
+    plan = build_plan("balanced", num_prompts=3, max_concurrency=1)
+    options = EngineOptions(max_num_batched_tokens=2048, num_kv_blocks=250_000)
+    with pytest.raises(UsageError, match="--num-kv-blocks 250000 would take 66 GB of 48: layers of"):
+        SimEngine().run(plan, parse_policy("v1"), device, options)
 
 
 def test_long_requests_fit_where_layers_keep_a_window(tmp_path: Path) -> None:
@@ -111,7 +177,7 @@ def test_shared_prefixes_are_said_to_be_counted_at_the_mean_length(tmp_path: Pat
     device = device_of(tmp_path)
     plan = build_plan("wildchat", num_prompts=12, max_concurrency=4)
     result = SimEngine().run(plan, parse_policy("v1"), device, EngineOptions(max_num_batched_tokens=2048))
-    said = [text for text in result.warnings if "keep a window of tokens or a state" in text]
+    said = [text for text in map(str, result.warnings) if "keep a window of tokens or a state" in text]
     assert len(plan.table["content"].unique()) < len(plan)
     assert len(said) == 1
 

@@ -30,7 +30,7 @@ def load(folder: Path, config: dict[str, Any], device: str = "h200", **options: 
 
 
 def estimates(device: Device) -> list[str]:
-    return [text for text in device.warnings if "roofline" in text]
+    return [text for text in map(str, device.warnings) if "roofline" in text]
 
 
 def test_latent_attention_and_its_experts_are_measured_ones(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_latent_attention_and_its_experts_are_measured_ones(tmp_path: Path) -> N
 def test_without_the_library_the_caveat_names_the_remedy(tmp_path: Path) -> None:
     device = load(tmp_path, DEEPSEEK | BLOCKS, parallel=Parallel(tp=8), assume_kernels=True)
     assert len(estimates(device)) == 1
-    assert [text for text in device.warnings if "pip install 'ebbench[tables]'" in text] == [
+    assert [text for text in map(str, device.warnings) if "pip install 'ebbench[tables]'" in text] == [
         "aiconfigurator-core may have what was not measured here: pip install 'ebbench[tables]'"
     ]
 
@@ -96,16 +96,16 @@ def test_a_gated_delta_rule_costs_the_same_after_any_context(tmp_path: Path) -> 
 
 def test_experts_of_another_shape_are_derived_with_a_caveat(tmp_path: Path) -> None:
     device = load(tmp_path, MIXTURE | NVFP4, "b200")
-    derived = [text for text in device.warnings if text.startswith("experts of")]
+    derived = [text for text in map(str, device.warnings) if text.startswith("experts of")]
     assert derived == [f"experts of {device.model}: not measured as served on b200; derived from shapes measured under "
                        "vLLM 0.24.0"]  # fmt: skip
 
 
 def test_types_without_kernels_on_a_gpu_are_said_to_be_others(tmp_path: Path) -> None:
     blackwell = load(tmp_path, MIXTURE | NVFP4 | {"moe_intermediate_size": 1536}, "b200")
-    assert not [text for text in blackwell.warnings if "as served" in text]
+    assert not [text for text in map(str, blackwell.warnings) if "as served" in text]
     hopper = load(tmp_path, MIXTURE | NVFP4 | {"moe_intermediate_size": 1536}, "h200")
-    assert any(text.endswith("those in int4_wo") for text in hopper.warnings)
+    assert any(text.endswith("those in int4_wo") for text in map(str, hopper.warnings))
     assert hopper.cost.step_s(DECODES) > blackwell.cost.step_s(DECODES)
 
 

@@ -110,7 +110,8 @@ def arrays(model: ModelGeometry, shape: Parallel = SINGLE) -> StepArrays:
 
 def test_each_layer_takes_the_time_of_its_kind() -> None:
     model = mixture(12)
-    whole, dense = (arrays(each).dense - 3 * KERNEL_S for each in (mixture(0), model.without_experts()))
+    all_dense = replace(model, experts=0, intermediate=model.dense_intermediate, dense_layers=0)
+    whole, dense = (arrays(each).dense - 3 * KERNEL_S for each in (mixture(0), all_dense))
     expected = (36 / 48) * whole + (12 / 48) * dense
     np.testing.assert_allclose((arrays(model).dense - 3 * KERNEL_S)[1:4096], expected[1:4096], rtol=1e-9)
 

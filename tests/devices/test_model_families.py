@@ -115,6 +115,54 @@ def test_a_model_with_an_index_keeps_it_beside_its_latents(tmp_path: Path) -> No
     assert model.params / 1e9 == pytest.approx(671.9, abs=0.1)
 
 
+@pytest.mark.parametrize(
+    "given", [{"indexer_types": ["full", "shared"] * 30 + ["full"]}, {"index_topk_pattern": "FS" * 30 + "F"}]
+)
+def test_layers_that_share_an_index_keep_none(tmp_path: Path, given: dict[str, Any]) -> None:
+    """As in GLM-5.2; which ones they are has to be said."""
+    sparse = {"model_type": "glm_moe_dsa", "index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128}
+    model = read(tmp_path, DEEPSEEK, **sparse, index_topk_freq=2, **given)
+    assert sum(mixer.layers for mixer in model.mixers if mixer.kind == "index") == 31
+    with pytest.raises(InputFileError, match="indexer_types is missing"):
+        read(tmp_path, DEEPSEEK, **sparse, index_topk_freq=2)
+
+
+def test_an_index_over_pools_of_tokens_keeps_one_key_for_each(tmp_path: Path) -> None:
+    """As in GLM-5.3-Flash: 33 bytes per token and layer with an index, and latents without a rotary part."""
+    model = read(
+        tmp_path, DEEPSEEK, model_type="glm5_next_text", num_hidden_layers=8, qk_rope_head_dim=0, index_topk=2048,
+        index_n_heads=32, index_head_dim=128, index_kpool=4, num_nextn_predict_layers=0,
+        linear_attn_config={"num_heads": 64, "head_dim": 128, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0},
+    )  # fmt: skip
+    assert model.kv_bytes_per_token == 2 * (512 * 2 + 33)
+    assert model.state_bytes == 6 * (3 * 3 * 64 * 128 * 2 + 64 * 128 * 128 * 4)
+    assert "several streams" in model.note
+
+
+def test_mistrals_own_files_of_a_mixture_with_latents_are_read(tmp_path: Path) -> None:
+    """As Mistral Large 3: 673 billion parameters beside its encoder, 40 of them active."""
+    params = {
+        "dim": 7168, "n_layers": 61, "n_heads": 128, "n_kv_heads": 128, "head_dim": 128, "hidden_dim": 16384,
+        "vocab_size": 131072, "max_position_embeddings": 294912, "tied_embeddings": False, **LATENT,
+        "llama_4_scaling": {"beta": 0.1}, "yarn": {"factor": 36}, "quantization": {"qformat_weight": "fp8_e4m3"},
+        "moe": {"num_experts": 128, "num_experts_per_tok": 4, "expert_hidden_dim": 4096, "num_shared_experts": 1,
+                "first_k_dense_replace": 3, "route_every_n": 1, "expert_parallel": 1, "num_expert_groups": 1},
+        "vision_encoder": {"hidden_size": 1664, "num_hidden_layers": 48, "intermediate_size": 8192},
+    }  # fmt: skip
+    model = read_config(write(tmp_path, params, "params.json"))
+    assert (round(model.params / 1e9), round(model.active_params / 1e9)) == (673, 40)
+    assert (model.kv_bytes_per_token, model.positions, model.weight_dtype) == (61 * 576 * 2, 294912, "fp8")
+
+
+def test_flags_say_which_layers_have_experts(tmp_path: Path) -> None:
+    """As in K-EXAONE."""
+    model = read(
+        tmp_path, LLAMA, model_type="exaone_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=512,
+        is_moe_layer=[False, True] * 4, first_k_dense_replace=1,
+    )  # fmt: skip
+    assert (model.expert_layers, model.dense_layers) == (4, 4)
+
+
 def test_linear_layers_keep_a_state_and_no_tokens(tmp_path: Path) -> None:
     """Qwen3-Next: 80 billion parameters, 3 of them active; a quarter of the layers has attention."""
     model = read(
@@ -238,10 +286,12 @@ def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["text_config", "llm_config", "language_config"])
 def test_the_decoder_within_a_model_of_images_is_read(tmp_path: Path, key: str) -> None:
-    outer = {"model_type": "anything_vl", "vision_config": {"hidden_size": 1280}, key: LLAMA}
-    model = read(tmp_path, outer)
-    assert model.params == read(tmp_path / "alone", LLAMA).params
-    assert "the encoder's weights and time are left out" in model.note
+    vision = {"hidden_size": 1280, "depth": 32, "intermediate_size": 5120}
+    outer = {"model_type": "anything_vl", "vision_config": vision, key: LLAMA}
+    model, alone = read(tmp_path, outer), read(tmp_path / "alone", LLAMA)
+    assert model.params == alone.params
+    assert model.weight_bytes - alone.weight_bytes == 2 * 32 * (4 * 1280**2 + 2 * 1280 * 5120)
+    assert "the time of its encoder is left out, its weights are estimated" in model.note
 
 
 @pytest.mark.usefixtures("without_library")
@@ -253,7 +303,7 @@ def test_kinds_without_tables_are_estimated_and_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"latent .* was not measured on h200.*--assume-kernels"):
         load_device("h200", str(path), parallel=Parallel(tp=8))
     device = load_device("h200", str(path), parallel=Parallel(tp=8), assume_kernels=True)
-    (said,) = (text for text in device.warnings if "latent (MLA) attention" in text)
+    (said,) = (text for text in map(str, device.warnings) if "latent (MLA) attention" in text)
     assert "too fast rather than too slow" in said
     assert device.kv_capacity_tokens > 500_000
     with pytest.raises(UsageError, match="does not fit"):
@@ -268,7 +318,7 @@ def test_weights_of_fewer_bits_take_less_time_to_read(tmp_path: Path, bits: int)
     plain = load_device("h200", str(write(tmp_path / "plain", LLAMA))).cost.step_s(decode_shape(1, 128))
     quantised = load_device("h200", str(small))
     assert quantised.cost.step_s(decode_shape(1, 128)) <= plain
-    assert any("were not measured on h200" in text for text in quantised.warnings)
+    assert any("were not measured on h200" in text for text in map(str, quantised.warnings))
 
 
 def test_types_that_most_weights_of_a_kind_do_not_have_count_in_the_size(tmp_path: Path) -> None:

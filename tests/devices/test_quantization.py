@@ -124,8 +124,8 @@ def test_unknown_quantizations_are_refused(tmp_path: Path) -> None:
 
 def test_block_scales_that_were_not_measured_are_said(tmp_path: Path) -> None:
     path = written(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    assert any("timed with their launch" in text for text in load_device("h200", str(path)).warnings)
-    assert any("one scale per tensor" in text for text in load_device("rtx-pro-6000", str(path)).warnings)
+    assert any("timed with their launch" in text for text in map(str, load_device("h200", str(path)).warnings))
+    assert any("one scale per tensor" in text for text in map(str, load_device("rtx-pro-6000", str(path)).warnings))
 
 
 def test_the_published_calibration_of_16_bits_is_not_taken_for_fp8() -> None:

@@ -80,7 +80,7 @@ def test_costs_of_another_gpu_are_said(unprofiled: str) -> None:
     device = here("ebplus", device="h200")
     assert device.calibration == load_device("h200", "qwen3-8b").calibration
     assert device.name.startswith(unprofiled)
-    assert any("h200" in warning for warning in device.warnings)
+    assert any("h200" in warning for warning in map(str, device.warnings))
 
 
 def test_a_gpu_with_a_profile_has_its_own_costs(monkeypatch: pytest.MonkeyPatch) -> None:

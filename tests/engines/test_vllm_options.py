@@ -43,7 +43,9 @@ def test_runs_that_differ_in_them_are_not_compared() -> None:
     plain = run_environment(Manifest(**common))
     quantized = run_environment(Manifest(**common, facts={"vllm_options": ["--quantization", "fp8"]}))
     assert differences(quantized, quantized) == []
-    assert differences(plain, quantized) == ["options.vllm_options: None against ['--quantization', 'fp8']"]
+    assert [str(each) for each in differences(plain, quantized)] == [
+        "options.vllm_options: None against ['--quantization', 'fp8']"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from ebbench.papers.eb.lengths import hazard_panels
 from ebbench.papers.eb.step_times import step_ms
 from ebbench.papers.eb.thresholds import sweep12
 from ebbench.papers.eb.workloads import MODELS6
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.registry import FIGURES, find_figure
-from ebbench.papers.table import PaperFigure, PaperOptions
+from ebbench.papers.table import PaperFigure
 from ebbench.records.run import Run
 from ebbench.render import palette
 from ebbench.render.figures import save, surface_chart

@@ -12,6 +12,7 @@ from ebbench.analysis.paired import compare, compare_cases
 from ebbench.analysis.units import DRAFTS, GateUnit
 from ebbench.analysis.verdict import drafts_apart, judge, pair_units
 from ebbench.gate.baselines import save_baseline, stored_units
+from ebbench.gate.verdicts import notes
 from ebbench.report.comparison import document, verdict_sentence
 from tests.gate.gate_data import SMALL, invoke, unit
 
@@ -69,8 +70,8 @@ def test_the_comparison_shows_tokens_per_step() -> None:
 def test_the_gate_says_what_drafts_changed_and_can_gate_them(tmp_path: Path) -> None:
     verdict = judge(pair_units(drafting(2.5), drafting(2.0)))
     assert verdict.outcome == "pass"
-    assert any("decode steps yield -20.0% tokens" in note for note in verdict.notes)
-    assert not any("accepted" in note for note in judge(pair_units(drafting(2.0), drafting(2.0))).notes)
+    assert any("decode steps yield -20.0% tokens" in note for note in notes(verdict))
+    assert not any("accepted" in note for note in notes(judge(pair_units(drafting(2.0), drafting(2.0)))))
     save_baseline(drafting(2.5), tmp_path / "base.parquet")
     stored = stored_units(tmp_path / "base.parquet", drafting(2.0))
     assert drafts_apart(pair_units(stored, drafting(2.0))) == pytest.approx(math.log(0.8))

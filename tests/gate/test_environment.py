@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ebbench.analysis.environment import describe_load, differences, run_environment
+from ebbench.analysis.environment import Difference, describe_load, differences, run_environment
 from ebbench.engines import machine
 from ebbench.engines.machine import Gpu, engine_versions
 from ebbench.records.run import Run
@@ -47,8 +47,10 @@ def test_several_engines_are_another_environment(measured: Path) -> None:
         return run_environment(msgspec.structs.replace(manifest, facts=manifest.facts | facts))
 
     two, four = joined(topology="dp=2", dispatch="round-robin"), joined(topology="dp=4", dispatch="round-robin")
-    assert differences(two, four) == ["options.topology: dp=2 against dp=4"]
-    assert differences(four, joined(topology="dp=4", dispatch="sbs")) == ["options.dispatch: round-robin against sbs"]
+    assert differences(two, four) == [Difference("options", "dp=2", "dp=4", "topology")]
+    assert [str(each) for each in differences(four, joined(topology="dp=4", dispatch="sbs"))] == [
+        "options.dispatch: round-robin against sbs"
+    ]
     assert differences(alone, two)
     assert joined(dispatch_wait_ms="3") == alone  # measured, not asked for
 

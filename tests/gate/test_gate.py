@@ -11,8 +11,9 @@ from ebbench.analysis.units import GateUnit, parse_margins
 from ebbench.analysis.verdict import Pair, Rules, judge, left_out, pair_units
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.gate.baselines import save_baseline, stored_units
+from ebbench.gate.verdicts import notes, worded_reason
 from ebbench.records import files
-from ebbench.records.warnings import OTHER_MODEL, warning
+from ebbench.records.warnings import OTHER_MODEL, fact, warning
 from tests.gate.gate_data import side, unit
 
 SAME = [0.0] * 6
@@ -21,7 +22,7 @@ NOISE = [0.004, -0.003, 0.002, -0.005, 0.001, -0.002]
 
 def verdict(candidate: list[GateUnit], rules: Rules | None = None) -> tuple[str, str]:
     found = judge(pair_units(side(SAME[: len(candidate)]), candidate), rules or Rules())
-    return found.outcome, found.reason
+    return found.outcome, worded_reason(found)
 
 
 def test_equal_sides_pass() -> None:
@@ -97,7 +98,7 @@ def test_goodput_under_different_limits_is_not_compared() -> None:
         return [replace(u, figures={**u.figures, "request_goodput": 5.0}, slo=slo) for u in units]
 
     found = judge(pair_units(limited(side(SAME), "ttft:100"), limited(side(SAME), "ttft:200")))
-    assert "different limits" in found.skipped["request_goodput"]
+    assert found.skipped["request_goodput"] == "limits_differ"
 
 
 def test_each_figure_may_have_its_own_margin() -> None:
@@ -164,9 +165,11 @@ def test_seeds_of_one_side_only_are_left_out_with_a_note() -> None:
     """A night that was cut short, or six repeats against ten: the common ones are a comparison."""
     before, after = side(SAME), side([0.0] * 8)
     assert len(pair_units(before, after)) == 6
-    assert left_out(before, after) == ("2 run(s) of the candidate left out: the other side has no run of seed 6, 7",)
+    assert left_out(before, after) == (fact("runs_alone", runs=2, side="candidate", seeds=[6, 7]),)
+    note = notes(judge(pair_units(before, after), further_notes=left_out(before, after)))[0]
+    assert note == "note: 2 run(s) of the candidate left out: the other side has no run of seed 6, 7"
     twice = [*before, *(replace(u, anchor_unix_ns=u.anchor_unix_ns + 50) for u in before[:2])]
-    assert "2 run(s) of the baseline left out: the other side has fewer runs" in left_out(twice, before)[0]
+    assert left_out(twice, before) == (fact("runs_in_excess", runs=2, side="baseline"),)
     assert not left_out(before, before)
 
 
@@ -188,7 +191,7 @@ def test_copies_of_a_simulated_run_are_one_measurement() -> None:
 
 def test_sides_measured_one_after_the_other_are_pointed_out() -> None:
     late = [replace(u, anchor_unix_ns=u.anchor_unix_ns + 100) for u in side(SAME)]
-    assert "not measured interleaved" in judge(pair_units(side(SAME), late)).notes[0]
+    assert "not measured interleaved" in notes(judge(pair_units(side(SAME), late)))[0]
     turns = [replace(u, anchor_unix_ns=2 * u.anchor_unix_ns) for u in side(SAME)]
     back = [replace(u, anchor_unix_ns=2 * u.anchor_unix_ns + 1) for u in side(SAME)]
     assert not judge(pair_units(turns, back)).notes
@@ -209,24 +212,24 @@ def in_turns(losses: list[float], second: float) -> list[Pair]:
 def test_an_effect_of_the_order_within_pairs_is_named_with_its_cause() -> None:
     found = judge(in_turns(SAME, 0.05))
     assert found.outcome == "inconclusive"
-    assert "whichever side ran second in a pair was better (TTFT median by 95 %)" in found.reason
-    assert "prefix cache" in found.reason
-    assert "measure longer runs" not in found.reason
+    assert "whichever side ran second in a pair was better (TTFT median by 95 %)" in worded_reason(found)
+    assert "prefix cache" in worded_reason(found)
+    assert "measure longer runs" not in worded_reason(found)
     slowing = judge(in_turns(SAME, 1.5))
-    assert "whichever side ran second in a pair was worse (TTFT median by 50 %)" in slowing.reason
-    assert "prefix cache" not in slowing.reason
-    assert "second" not in judge(pair_units(side(SAME), side(SAME))).reason
+    assert "whichever side ran second in a pair was worse (TTFT median by 50 %)" in worded_reason(slowing)
+    assert "prefix cache" not in worded_reason(slowing)
+    assert "second" not in worded_reason(judge(pair_units(side(SAME), side(SAME))))
 
 
 def test_candidates_that_always_met_a_warm_prefix_cache_are_pointed_out() -> None:
     """With one order throughout, nothing tells the candidate from a cache that holds the pair's prompts already."""
     before = [replace(u, server="http://gpu:8000", cache_unknown=True) for u in side(SAME)]
     after = [replace(u, anchor_unix_ns=u.anchor_unix_ns + 100) for u in before]
-    assert any("whose prefix cache" in note for note in judge(pair_units(before, after)).notes)
+    assert any("whose prefix cache" in note for note in notes(judge(pair_units(before, after))))
     elsewhere = [replace(u, server="http://other:8000") for u in after]
-    assert not any("whose prefix cache" in note for note in judge(pair_units(before, elsewhere)).notes)
+    assert not any("whose prefix cache" in note for note in notes(judge(pair_units(before, elsewhere))))
     emptied = [replace(u, cache_unknown=False) for u in after]
-    assert not any("whose prefix cache" in note for note in judge(pair_units(before, emptied)).notes)
+    assert not any("whose prefix cache" in note for note in notes(judge(pair_units(before, emptied))))
 
 
 def test_what_a_server_answered_instead_is_a_note() -> None:
@@ -234,8 +237,8 @@ def test_what_a_server_answered_instead_is_a_note() -> None:
         replace(u, about_server=(warning(OTHER_MODEL, answers={"b": u.seed + 2}, asked="a", completed=8),))
         for u in side(SAME)
     ]
-    notes = judge(pair_units(warned, warned)).notes
-    assert any(note.startswith("2 to 7 of 8 answers did not come from 'a' alone") for note in notes)
+    told = notes(judge(pair_units(warned, warned)))
+    assert [note for note in told if note.startswith("note: 2 to 7 of 8 answers did not come from 'a' alone")]
 
 
 @pytest.mark.parametrize("rules", [Rules(default_margin=0.0), Rules(alpha=0.6), Rules(min_pairs=1)])
@@ -285,7 +288,7 @@ def test_a_gated_figure_that_only_some_runs_have_keeps_the_gate_open() -> None:
     for missing in (None, 0.0):
         found = judge(pair_units(side(SAME), [*side(SAME[1:]), stripped(unit(5), missing)]))
         assert found.outcome == "inconclusive"
-        assert "TPOT median cannot be judged" in found.reason
+        assert "TPOT median cannot be judged" in worded_reason(found)
     none = [stripped(u, None) for u in side(SAME)]
     assert judge(pair_units(none, none)).outcome == "pass"
     slower = [stripped(unit(0, tokens=1.0), None), *side([0.5] * 6)[1:]]
@@ -299,7 +302,7 @@ def stripped(one: GateUnit, tpot: float | None) -> GateUnit:
 def test_a_smaller_alpha_needs_more_pairs() -> None:
     rules = Rules(alpha=0.01)
     found = judge(pair_units(side([0.0] * 8), side([0.5] * 8)), rules)
-    assert "8 pair(s) where the test needs 9" in found.reason
+    assert "8 pair(s) where the test needs 9" in worded_reason(found)
     assert judge(pair_units(side([0.0] * 9), side([0.5] * 9)), rules).outcome == "fail"
 
 
@@ -308,7 +311,7 @@ def test_seeds_that_change_no_figure_in_virtual_time_are_copies() -> None:
     copies = [replace(unit(seed, virtual=True), lengths="equal") for seed in range(8)]
     (pair,) = pair_units(copies, copies)
     assert pair.copies == 7
-    assert "7 pair(s) left out as copies" in judge([pair]).notes[0]
+    assert "7 pair(s) left out as copies" in notes(judge([pair]))[0]
     real = [replace(u, virtual=False) for u in copies]
     assert len(pair_units(real, real)) == 8
     others = [replace(u, lengths=f"{u.seed}") for u in copies]
@@ -323,7 +326,7 @@ def test_runs_repeated_until_it_was_clear_are_judged_by_the_rule_for_that(tmp_pa
     fixed = judge(pair_units(side([0.0] * 6), side(losses)))
     looked = judge(pair_units(side([0.0] * 6), side(losses, until_clear=True)))
     assert (fixed.outcome, looked.outcome) == ("fail", "inconclusive")
-    assert any("--repeats auto" in note for note in looked.notes)
+    assert any("--repeats auto" in note for note in notes(looked))
     more = judge(pair_units(side([0.0] * 7), side([*losses, 0.16], until_clear=True)))
     assert more.outcome == "fail"
 
@@ -342,8 +345,8 @@ def test_the_candidates_own_environment_comes_before_one_that_is_allowed(tmp_pat
     candidate = side(SAME, environment=vllm("4"))
     found = stored_units(path, candidate, ["vllm"])
     assert found == newer
-    notes = judge(pair_units(found, candidate, ["vllm"])).notes
-    assert "the sides differ, as allowed, in vllm: 3 against 4" in notes
+    told = notes(judge(pair_units(found, candidate, ["vllm"])))
+    assert "note: the sides differ, as allowed, in vllm: 3 against 4" in told
 
 
 def vllm(version: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ import pytest
 from ebbench.analysis.units import LABELS, MEASURED, NAMES, GateUnit, load_units, parse_figures
 from ebbench.analysis.verdict import GATED, Rules, judge, pair_units
 from ebbench.errors import UsageError
+from ebbench.gate.verdicts import worded_reason
 from tests.gate.gate_data import SMALL, invoke, side
 
 NOISE = [0.004, -0.003, 0.002, -0.005, 0.001, -0.002, 0.003, -0.001, 0.002, -0.004]
@@ -99,13 +100,13 @@ def test_a_tail_decides_where_it_is_gated_and_only_there() -> None:
     found = judge(pairs, Rules(gated=("p99_ttft_ms",)))
     assert found.outcome == "fail"
     assert [entry.figure for entry in found.judged if entry.gated] == ["p99_ttft_ms"]
-    assert "TTFT p99 is 200" in found.reason
+    assert "TTFT p99 is 200" in worded_reason(found)
 
 
 def test_a_figure_that_was_chosen_and_has_no_value_leaves_the_answer_open() -> None:
     found = judge(pair_units(side(NOISE), side(NOISE)), Rules(gated=(*GATED, "request_goodput")))
     assert found.outcome == "inconclusive"
-    assert "goodput cannot be judged" in found.reason
+    assert "goodput cannot be judged" in worded_reason(found)
 
 
 def test_a_margin_of_a_figure_that_is_not_gated_is_refused() -> None:

@@ -288,6 +288,36 @@ def test_the_nightly_example_measures_and_follows_the_figures(tmp_path: Path) ->
     assert len(list((tmp_path / "history").glob("*/*/manifest.json"))) == 9
 
 
+@pytest.mark.parametrize(
+    ("refuses", "said"),
+    [
+        ("nothing", ["--edit-last"]),
+        ("*--edit-last*", ["--edit-last", "--body-file"]),
+        ("*", ["--edit-last", "--body-file"]),
+    ],
+    ids=["again", "first", "fork"],
+)
+def test_the_nightly_example_comments_on_its_pull_request(tmp_path: Path, refuses: str, said: list[str]) -> None:
+    """Its own step, with the number of the event and a `gh` that refuses some calls."""
+    document = yaml.safe_load((GITHUB / "workflow-examples" / "nightly-trend.yml").read_text())
+    comment = step(document, "comment on the pull request")
+    assert comment["env"]["NUMBER"] == "${{ github.event.pull_request.number }}"
+    program = tmp_path / "bin" / "gh"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/bash\ntest -r "${{@: -1}}" && echo "$@" >> ../asked\ncase "$*" in {refuses}) exit 1; esac\n'
+    )
+    program.chmod(0o755)
+    (tmp_path / "server").mkdir()
+    (tmp_path / "comment.md").write_text("trend\n")
+    environment = {"PATH": f"{program.parent}:{os.environ['PATH']}", "NUMBER": "31"}
+    done = bash(comment["run"], tmp_path, **environment)
+    assert done.returncode == 0, done.stderr
+    calls = (tmp_path / "asked").read_text().splitlines()
+    assert [call.split()[:4] for call in calls] == [["pr", "comment", "31", option] for option in said]
+    assert ("::warning::no comment on pull request 31" in done.stdout) == (refuses == "*")
+
+
 def test_the_action_installs_itself_where_no_program_is_named(tmp_path: Path) -> None:
     """pip is asked for the source the action lies in, at the version the workflow names."""
     (install, _) = yaml.safe_load(ACTION.read_text())["runs"]["steps"]

@@ -162,7 +162,7 @@ def test_shared_warnings_are_said_once_and_others_name_their_policy(tmp_path: Pa
 
 
 def test_warnings_that_differ_in_numbers_alone_are_one_with_their_range(tmp_path: Path) -> None:
-    from ebbench.records.warnings import RunWarning
+    from ebbench.records.warnings import warning
 
     [group] = made_groups(tmp_path, "v1")
     [summary] = group.summaries
@@ -172,15 +172,20 @@ def test_warnings_that_differ_in_numbers_alone_are_one_with_their_range(tmp_path
             group,
             policy=policy,
             summaries=tuple(
-                replace(summary, policy=policy, warnings=(RunWarning("s", message=f"Only {n}% of 1,000 are steady."),))
+                replace(
+                    summary,
+                    policy=policy,
+                    warnings=(warning("short-steady-window", share=n / 100, option="log", asked=9),),
+                )
                 for n in values
             ),
         )
         for policy, values in shares.items()
     ]
-    assert sentences.caveats(groups) == ["Only 9 to 49% of 1,000 are steady."]
+    (line,) = sentences.caveats(groups)
+    assert line.startswith("Only 9 to 49 % of the run is steady;")
     assert sentences.caveats([replace(groups[0], summaries=(*groups[0].summaries, summary))])[0].startswith(
-        "Only 9 to 47%"
+        "Only 9 to 47 %"
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from ebbench.analysis.phases import Recovery
 from ebbench.errors import UsageError
 from ebbench.papers.eb.shifts import ADAPTATION, COMPARED, Phase, _row
-from ebbench.papers.table import PaperOptions
+from ebbench.papers.options import PaperOptions
 from ebbench.workloads import build_plan
 
 

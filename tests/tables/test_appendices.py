@@ -24,8 +24,8 @@ from ebbench.papers.eb.step_times import (
     table_cost_of,
 )
 from ebbench.papers.eb.workloads import FACTORS, TABLE4, TABLE17, beside_a_prompt
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import rows
-from ebbench.papers.table import PaperOptions
 from ebbench.runs.store import RunStore
 from vllm_eb.calibration import Calibration
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from ebbench.cli.main import app
 from ebbench.engines.base import EngineResult
 from ebbench.papers.eb.disaggregation import explained
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.staggered.prefill import (
     MODEL,
     SHARES,
@@ -25,7 +26,6 @@ from ebbench.papers.staggered.prefill import (
     pass_s,
     prefill_cell,
 )
-from ebbench.papers.table import PaperOptions
 from ebbench.records.manifest import plan_hash
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
 from ebbench.runs.conclude import pool_figures

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from ebbench.cli.main import app
 from ebbench.papers.deferred_prefill import COMPLETION_CHANGE, littles_law
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import rows
 from ebbench.papers.registry import find_table
-from ebbench.papers.table import PaperOptions
 from ebbench.runs.store import RunStore
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from ebbench.engines.checks import check_options
 from ebbench.engines.setup import make_engine
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.registry import FIGURES, TABLES
-from ebbench.papers.table import PaperFigure, PaperOptions, PaperTable
+from ebbench.papers.table import PaperFigure, PaperTable
 from ebbench.runs.prepare import device_of
 from vllm_eb.policy import parse_policy
 

@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from ebbench.cli.main import app
 from ebbench.papers.items import AGREEMENTS, ITEMS, PAPERS, PaperItem
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.registry import find_figure, find_table
-from ebbench.papers.table import PaperFigure, PaperOptions, PaperTable
+from ebbench.papers.table import PaperFigure, PaperTable
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST = {"eb": (20, 12), "deferred": (1, 7), "staggered": (1, 8)}

@@ -9,10 +9,10 @@ from ebbench.papers.deferred_prefill import implied_constants
 from ebbench.papers.eb.shifts import TRAFFIC, table3_cells
 from ebbench.papers.eb.workloads import table2_cell
 from ebbench.papers.fidelity.cases import all_cases
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import ASYNC_SCHEDULING, protocol_cells
 from ebbench.papers.published import best_config, pick, rows
 from ebbench.papers.registry import TABLES, find_table
-from ebbench.papers.table import PaperOptions
 from ebbench.runs.prepare import plan_of
 from vllm_eb.policies.deferred import DeferredModel, exact_chain
 

@@ -142,9 +142,12 @@ def test_closed_loop_with_the_callers_concurrency() -> None:
         ),
         ({"scenario": "saturation-steps", "request_rate": 1e9}, "3e\\+10 arrivals, more than 10,000,000; give --num"),
         ({"num_prompts": 0}, "--num-prompts must be at least 1"),
-        ({"seed": -1}, "seed must be 0 or more"),
-        ({"seed": 2**63}, "seed must be at most 9223372036854775807, not 9223372036854775808"),
-        ({"num_prompts": 2**31}, "num prompts must be at most 50,000,000, not 2,147,483,648"),
+        ({"seed": -1}, "--seed must be at least 0 and at most 9,223,372,036,854,775,807, not -1"),
+        (
+            {"seed": 2**63},
+            "--seed must be at least 0 and at most 9,223,372,036,854,775,807, not 9,223,372,036,854,775,808",
+        ),
+        ({"num_prompts": 2**31}, "--num-prompts must be at least 1 and at most 50,000,000, not 2,147,483,648"),
     ],
 )
 def test_contradicting_scenario_options_are_refused(arguments: dict[str, Any], message: str) -> None:

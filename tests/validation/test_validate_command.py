@@ -233,13 +233,11 @@ def test_settings_of_the_measurement_reach_its_runs() -> None:
 
 
 def test_predictions_of_a_real_vllm_have_an_api_server_unless_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ebbench.cli.validate import HowFlags, WhatFlags
     from ebbench.errors import UnknownNameError
-    from ebbench.spec.run import Labels
 
     def asked(api_server: str | None) -> str:
-        given = {**vars(WhatFlags("qwen3-8b", engine="vllm", api_server=api_server)), **vars(HowFlags())}
-        return validation_question(**given, vllm_options=(), labels=Labels()).api_server
+        given = {} if api_server is None else {"api_server": api_server}
+        return validation_question({"model": "qwen3-8b", "engine": "vllm", **given}).api_server
 
     assert asked(None) == "datacenter"
     assert asked("off") == "off"

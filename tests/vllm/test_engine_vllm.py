@@ -140,6 +140,6 @@ def test_a_server_killed_midway_makes_an_invalid_run_with_exact_counts(
     assert sum(statuses.values()) == len(plan)
     assert statuses["ok"] > 0
     assert statuses["ok"] < len(plan)
-    assert any("died during the run" in reason and "server.log" in reason for reason in result.invalid)
+    assert any("died during the run" in reason and "server.log" in reason for reason in map(str, result.invalid))
     assert (tmp_path / "server.log").stat().st_size > 0
     assert not server_processes(small_model_folder)

@@ -24,7 +24,7 @@ FIRST_DENSE = {"first_k_dense_replace": 1}
 SET: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "deepseek_v2": {"num_experts_per_tok": 6, **FIRST_DENSE},
-    "dots1": {"n_routed_experts": 16, "n_shared_experts": 2, **FIRST_DENSE},
+    "dots1": {"n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 2, **FIRST_DENSE},
     "glm4_moe": {"head_dim": 128},
     "granitemoehybrid": {"layer_types": ["mamba"] * 5 + ["attention"], "num_hidden_layers": 6},
     "hunyuan_v1_dense": {"head_dim": 128},

@@ -28,7 +28,8 @@ from ebbench.workloads import build_plan
 for arguments in json.loads(sys.argv[1]):
     try:
         plan = build_plan(**arguments)
-        print(json.dumps({"facts": dict(plan.facts), "warnings": plan.warnings, "table": plan.table.to_pylist()}))
+        told = [str(each) for each in plan.warnings]
+        print(json.dumps({"facts": dict(plan.facts), "warnings": told, "table": plan.table.to_pylist()}))
     except EbbenchError as error:
         print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
 """

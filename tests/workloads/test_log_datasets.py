@@ -61,7 +61,7 @@ def test_a_chat_that_ends_with_its_answer_is_read(tmp_path: Path) -> None:
     trace = read(tmp_path, [{"prompt_id": "1", "messages": [ASKED, SAID, ASKED, SAID]}] * 2)
     assert trace.requests.input_tokens.tolist() == [72, 72]
     assert trace.requests.output_tokens.tolist() == [12, 12]
-    assert any("is taken as the answer" in note for note in trace.requests.warnings)
+    assert any("is taken as the answer" in note for note in map(str, trace.requests.warnings))
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_delays_become_pauses_and_prompts_hold_the_session(tmp_path: Path) -> No
     assert requests.pause_s[1:3].tolist() == [3.0, 0.5]
     assert requests.arrival_s is not None
     assert requests.arrival_s.tolist() == [0.0, 1.5]
-    assert any("delay after the turn before" in note for note in trace.requests.warnings)
+    assert any("delay after the turn before" in note for note in map(str, trace.requests.warnings))
     table = build_plan(f"log:{trace.path}").table
     assert table["pause_ns"].to_pylist() == [None, 3_000_000_000, 500_000_000, None]
 

@@ -71,7 +71,7 @@ def test_a_code_that_is_no_status_leaves_nothing_out(tmp_path: Path, values: lis
     [("http_code", [200, 200, 503], "status"), ("ok", [True, True, False], "success"), ("err", ["", "", "x"], "error")],
 )
 def test_failed_requests_are_kept_as_asked(tmp_path: Path, column: str, values: list[Any], role: str) -> None:
-    said = trace_of(tmp_path, column, values).requests.warnings
+    said = map(str, trace_of(tmp_path, column, values).requests.warnings)
     assert any(f"--columns {role}=- keeps failed requests" in line for line in said)
     assert len(trace_of(tmp_path, column, values, f"{role}=-").requests) == 3
 

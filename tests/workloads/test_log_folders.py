@@ -44,7 +44,7 @@ def test_a_folder_is_its_sessions(folder: Path, tmp_path: Path) -> None:
     plan, one = build_plan(f"log:{folder}"), build_plan(f"log:{tmp_path / 'one.jsonl'}")
     assert plan.table.equals(one.table)
     assert plan.table["session"].to_pylist() == [0, 0, 1, 1, 2, 2]
-    assert any("3 files" in warning and "begin together" in warning for warning in plan.warnings)
+    assert any("3 files" in warning and "begin together" in warning for warning in map(str, plan.warnings))
     shown = invoke("workloads", "show", f"log:{folder}")
     assert shown.exit_code == 0, shown.output
     assert "rows: 6, of which 6 are used" in shown.output

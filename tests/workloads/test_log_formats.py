@@ -210,7 +210,7 @@ def test_texts_without_counts_are_counted(tmp_path: Path) -> None:
     assert plan.table["input_tokens"].to_pylist() == [3, 4]  # "user: abcd" has 10 bytes
     assert plan.table["output_tokens"].to_pylist() == [2, 1]
     assert "estimated" in plan.facts["token_counts"]
-    assert any("estimated" in warning for warning in plan.warnings)
+    assert any("estimated" in warning for warning in map(str, plan.warnings))
 
 
 def rows() -> Iterator[dict[str, Any]]:
@@ -293,7 +293,7 @@ def test_times_that_run_backwards_are_said(tmp_path: Path) -> None:
     path.write_text("time,input_tokens,output_tokens\n0.5,1,1\n3.5,2,2\n1.5,3,3\n")
     plan = build_plan(f"log:{path}")
     assert plan.table["input_tokens"].to_pylist() == [1, 3, 2]
-    assert any("rows earlier than the row before: 1 (first: line 4)" in warning for warning in plan.warnings)
+    assert any("rows earlier than the row before: 1 (first: line 4)" in warning for warning in map(str, plan.warnings))
 
 
 def test_a_log_without_times_needs_a_scenario(logs: Path) -> None:

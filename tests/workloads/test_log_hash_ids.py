@@ -25,7 +25,7 @@ from vllm_eb.policy import parse_policy
 def test_hash_ids_of_any_block_size(logs: Path) -> None:
     timed = build_plan(f"log:{logs / 'timed_trace.jsonl'}", time_unit="s")
     assert block_tokens(timed.table) == 16
-    assert any("blocks of 16 tokens" in warning for warning in timed.warnings)
+    assert any("blocks of 16 tokens" in warning for warning in map(str, timed.warnings))
     weka = build_plan(f"log:{logs / 'weka.json'}").table
     assert block_tokens(weka) == 64
     ids = weka["hash_ids"].to_pylist()

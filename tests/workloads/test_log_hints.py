@@ -149,7 +149,7 @@ def test_ends_before_starts_are_said_and_not_used(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("start,end,session,input_tokens,output_tokens\n0.5,0.1,a,9,3\n1.5,1.75,a,30,4\n2.5,2.6,a,90,4\n")
     plan = build_plan(f"log:{path}")
-    assert any("end before they start: 1 (first: line 2)" in warning for warning in plan.warnings)
+    assert any("end before they start: 1 (first: line 2)" in warning for warning in map(str, plan.warnings))
     # The second request follows at once, as without ends; the third after the recorded pause.
     assert plan.table["pause_ns"].to_pylist() == [None, None, 750_000_000]
 
@@ -162,7 +162,7 @@ def test_prompts_of_anthropics_api_include_their_cached_tokens(tmp_path: Path) -
     )
     plan = build_plan(f"log:{path}")
     assert plan.table["input_tokens"].to_pylist() == [312, 4012]
-    assert any("Anthropic" in warning for warning in plan.warnings)
+    assert any("Anthropic" in warning for warning in map(str, plan.warnings))
     assert build_plan(f"log:{path}", columns="input=usage.input_tokens").table["input_tokens"].to_pylist() == [12, 12]
 
 
@@ -201,7 +201,9 @@ def test_cached_tokens_are_reported_and_what_a_replay_shares_is_said(tmp_path: P
     row = '{"time": %s, "session": "%s", "usage": {"prompt_tokens": 100, "completion_tokens": 5, %s}}\n'
     path.write_text(row % (0.5, "a", details % 0) + row % (1.25, "b", details % 64))
     assert describe_log(read_trace(path), None)["cached_share"] == pytest.approx(0.32)
-    assert any("32.0 % of the prompt tokens were cached" in warning for warning in build_plan(f"log:{path}").warnings)
+    assert any(
+        "32.0 % of the prompt tokens were cached" in warning for warning in map(str, build_plan(f"log:{path}").warnings)
+    )
     silent = read_trace(path, "cached=-")
     assert "cached_share" not in describe_log(silent, None)
-    assert not any("cached" in warning for warning in silent.requests.warnings)
+    assert not any("cached" in warning for warning in map(str, silent.requests.warnings))

@@ -125,7 +125,9 @@ def test_requests_that_cannot_fit_are_refused_by_name_and_count() -> None:
         build_plan("balanced", num_prompts=200, seed=3, max_model_len=limit)
     plan = build_plan("balanced", num_prompts=200, seed=3, max_model_len=limit, drop_too_long=True)
     assert len(plan) == 200 - count == sum(phase.sessions for phase in plan.phases)
-    assert plan.warnings == (f"{count} of 200 requests longer than max_model_len {limit} were dropped",)
+    assert [str(each) for each in plan.warnings] == [
+        f"{count} of 200 requests longer than max_model_len {limit} were dropped"
+    ]
     assert plan.facts["requests"] == len(plan)
 
 

@@ -99,7 +99,7 @@ def test_auto_falls_back_on_the_profile_and_says_so() -> None:
     plan = build_plan("sharegpt", num_prompts=50, seed=3)
     assert plan.facts["source"] == "profile"
     assert "cannot be reached" in plan.facts["source_reason"]
-    assert plan.warnings[0].startswith("lengths come from the published statistics of sharegpt")
+    assert str(plan.warnings[0]).startswith("lengths come from the published statistics of sharegpt")
     assert plan.table.equals(build_plan("sharegpt", num_prompts=50, seed=3, source="profile").table)
 
 

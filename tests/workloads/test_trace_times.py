@@ -20,7 +20,9 @@ from ebbench.workloads.options import TIME_UNITS
 from ebbench.workloads.trace_times import (
     FEW_FRACTIONS,
     PLAUSIBLE_RATE,
-    collect_stamps,
+    Stamp,
+    StampColumn,
+    Stamps,
     parse_stamp,
     read_time_unit,
     seconds_since_first,
@@ -52,6 +54,13 @@ def fractions_of(times_ms: list[int]) -> float:
 
 def iso(times_ms: list[int]) -> list[str]:
     return [(dt.datetime(2024, 5, 10) + dt.timedelta(milliseconds=time)).isoformat(sep=" ") for time in times_ms]
+
+
+def collect_stamps(stamps: Sequence[Stamp]) -> Stamps:
+    column = StampColumn()
+    for stamp in stamps:
+        column.append(stamp)
+    return column.stamps()
 
 
 def read(

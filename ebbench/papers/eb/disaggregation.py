@@ -26,9 +26,11 @@ from typing import Any
 from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels, relative
 from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
 from ebbench.installation import REFERENCE
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import FIXED_THETA, SERVER_BUDGET, SERVER_SEQS, Protocol, ebplus_as_run, protocol_cells
 from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, SYNTHETIC, gpu_title, pick
-from ebbench.papers.table import Content, PaperOptions, PaperTable, Published
+from ebbench.papers.table import Content, PaperTable, Published
+from ebbench.records.warnings import shown_text
 from ebbench.runs.store import Measured, RunStore
 from ebbench.spec.run import RunSpec
 
@@ -218,7 +220,7 @@ def _content19(options: PaperOptions, store: RunStore) -> Content:
     for device, concurrency in product(options.devices or GPUS, REQUESTS19):
         measured = store.get(_cell19(options, device, TWO["disagg_1p1d"], concurrency))
         if measured is not None and measured.figures.get("dead"):
-            deaths.append(f"{gpu_title(device)}, c = {concurrency}: {measured.figures['dead']}.")
+            deaths.append(f"{gpu_title(device)}, c = {concurrency}: {shown_text(measured.figures['dead'])}.")
     notes = (
         f"Published: {EB_PAPER}, table 19 (F.4), Qwen3-8B on two GPUs; tokens/s count prompts and answers. 1,000 "
         "requests of 512 tokens, outputs of 256 on average; 4,000 with 2,048 open, which is inferred.",

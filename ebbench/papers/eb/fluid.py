@@ -13,8 +13,9 @@ from ebbench.analysis.documents import Column, Section, Value, labels
 from ebbench.devices.linear import published_calibration
 from ebbench.devices.profiles import find_model, find_profile
 from ebbench.errors import UsageError
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, gpu_title
-from ebbench.papers.table import Content, PaperOptions, PaperTable, Published, no_cells
+from ebbench.papers.table import Content, PaperTable, Published, no_cells
 from ebbench.runs.store import RunStore
 from vllm_eb.calibration import Calibration
 from vllm_eb.policies.deferred import DeferredModel, exact_chain

@@ -8,6 +8,7 @@ from functools import partial
 
 from ebbench.analysis.documents import Column, Section, Value, comparison, labels
 from ebbench.analysis.sensitivity import Sensitivity, sensitivity
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import protocol_cells, real_protocol, synthetic_protocol
 from ebbench.papers.published import (
     EB_PAPER,
@@ -19,7 +20,7 @@ from ebbench.papers.published import (
     model_title,
     pick,
 )  # fmt: skip
-from ebbench.papers.table import Content, PaperOptions, PaperTable, Published, beside, figure
+from ebbench.papers.table import Content, PaperTable, Published, beside, figure
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
 
@@ -149,8 +150,8 @@ def _synthetic_document(options: PaperOptions, store: RunStore) -> Content:
                 b, n = (pick("table16_synthetic_best_config", f"{prefix}_{w}", **where) for w in ("tokens", "seqs"))
                 swept = _swept(options, store, device, "qwen3-8b", workload, scheduler)
                 rates = grid_rates(store, _base(options, device, "qwen3-8b", workload, scheduler))
-                there = rates.get((int(b or 0), int(n or 0)), math.nan)
-                loss = None if swept is None or math.isnan(there) else there / swept.best - 1
+                rate_at_published = rates.get((int(b or 0), int(n or 0)), math.nan)
+                loss = None if swept is None or math.isnan(rate_at_published) else rate_at_published / swept.best - 1
                 best = _value(swept, "best_budget"), _value(swept, "best_size")
                 rows.append((where["workload"], scheduler, b, best[0], n, best[1], loss))
         sections.append(Section(gpu_title(device), columns, tuple(rows)))

@@ -8,8 +8,9 @@ import numpy as np
 
 from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels
 from ebbench.hazard import Hazard, analyse_lengths, trend_tests
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import EB_PAPER, WORKLOADS, pick
-from ebbench.papers.table import Content, PaperFigure, PaperOptions, PaperTable, no_cells
+from ebbench.papers.table import Content, PaperFigure, PaperTable, no_cells
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, VERMILION
 from ebbench.runs.store import RunStore

@@ -26,19 +26,10 @@ from ebbench.papers.eb.thresholds import (
     sweep12,
     sweep_cell,
 )
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import FIGURE3_SEQS, figure3_protocol, fixed_threshold, protocol_cells
 from ebbench.papers.published import EB_PAPER, MAIN_MODEL, SYNTHETIC, gpu_title, model_title, rows
-from ebbench.papers.table import (
-    Content,
-    PaperFigure,
-    PaperOptions,
-    PaperTable,
-    Published,
-    figure,
-    mean_figure,
-    of_all,
-    ours,
-)
+from ebbench.papers.table import Content, PaperFigure, PaperTable, Published, figure, mean_figure, of_all, ours
 from ebbench.render.figures import altair, colour, values
 from ebbench.render.palette import BLACK, BLUE, VERMILION
 from ebbench.runs.store import Measured, RunStore

@@ -18,12 +18,12 @@ from ebbench.devices.loader import load_device, unit_device
 from ebbench.devices.profiles import find_model
 from ebbench.errors import UsageError
 from ebbench.papers.eb.disaggregation import value_or_oom
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import ASYNC_SCHEDULING, VLLM, Protocol, long_context_protocol, protocol_cells
 from ebbench.papers.published import EB_PAPER, GPUS, gpu_title, model_title, rows
 from ebbench.papers.table import (
     Content,
     PaperFigure,
-    PaperOptions,
     PaperTable,
     Published,
     beside,
@@ -290,12 +290,12 @@ def _fits_decode(device: str, model: str) -> bool:
 
 
 def _long_cell(options: PaperOptions, device: str, model: str, kind: str) -> RunSpec | None:
-    held, (topology, policy) = concurrency(device, model), _LONG_KINDS[kind]
-    if held is None or (topology == "1p1d" and not _fits_decode(device, model)):
+    most_open, (topology, policy) = concurrency(device, model), _LONG_KINDS[kind]
+    if most_open is None or (topology == "1p1d" and not _fits_decode(device, model)):
         return None
     return simulated(
         "balanced", policy, device, model, SEQS, BUDGET, topology=topology, num_prompts=options.num_prompts or 120,
-        max_concurrency=2 * held, input_len=INPUT, output_len=OUTPUT, length_distribution="fixed",
+        max_concurrency=2 * most_open, input_len=INPUT, output_len=OUTPUT, length_distribution="fixed",
         max_model_len=INPUT + OUTPUT, async_scheduling=ASYNC_SCHEDULING, vllm_version=VLLM,
     )  # fmt: skip
 

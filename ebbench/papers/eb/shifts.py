@@ -12,11 +12,11 @@ from ebbench.analysis.documents import Column, Section, Value, compared, compari
 from ebbench.analysis.phases import Recovery, Surface, recoveries, run_surfaces
 from ebbench.analysis.summary import summarise_phases
 from ebbench.errors import UsageError
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import MEAN_OUTPUT, protocol_cells, table3_protocol
 from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, gpu_title, pick
 from ebbench.papers.table import (
     Content,
-    PaperOptions,
     PaperTable,
     Published,
     changes,

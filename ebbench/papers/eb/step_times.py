@@ -15,8 +15,9 @@ from ebbench.devices.linear import decode_shape, mixed_shape, prefill_shape
 from ebbench.devices.profiles import find_profile
 from ebbench.devices.table import TableCost
 from ebbench.errors import UsageError
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import EB_PAPER, gpu_title, pick, rows
-from ebbench.papers.table import Content, PaperFigure, PaperOptions, PaperTable, Published, no_cells
+from ebbench.papers.table import Content, PaperFigure, PaperTable, Published, no_cells
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STEPS, VERMILION
 from ebbench.runs.store import RunStore
@@ -260,8 +261,8 @@ def _chart2(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 def _crossing_title(device: str, model: str) -> str:
     crossover = marginal_curve(device_cost(device, model), CONTEXT_TOKENS).crossover
-    said = "no crossover" if crossover is None else f"crossover at r = {crossover:.2f}"
-    return f"{gpu_title(device)}, {model}: {said}"
+    crossing = "no crossover" if crossover is None else f"crossover at r = {crossover:.2f}"
+    return f"{gpu_title(device)}, {model}: {crossing}"
 
 
 def _chart8(options: PaperOptions, store: RunStore, published: bool) -> Any:

@@ -11,13 +11,13 @@ from typing import Any
 from ebbench.analysis.documents import Column, Section, Value, labels, relative
 from ebbench.analysis.statistics import paired_t
 from ebbench.devices.linear import GIVEN
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import ASYNC_SCHEDULING, SYNTHETIC_WARMUP, VLLM
 from ebbench.papers.published import EB_PAPER, MAIN_MODEL, pick
 from ebbench.papers.published import rows as published_rows
 from ebbench.papers.table import (
     Content,
     PaperFigure,
-    PaperOptions,
     PaperTable,
     Published,
     average,

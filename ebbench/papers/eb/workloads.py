@@ -19,6 +19,7 @@ from ebbench.analysis.documents import (
 from ebbench.devices.loader import DEFAULT_HOST, load_device
 from ebbench.devices.table import TableCost
 from ebbench.papers.eb.grid import best_of_grid, grid_cells, real_cell
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import (
     EB_PAPER,
     GPUS,
@@ -31,16 +32,7 @@ from ebbench.papers.published import (
     model_title,
     pick,
 )
-from ebbench.papers.table import (
-    Content,
-    PaperFigure,
-    PaperOptions,
-    PaperTable,
-    Published,
-    figure,
-    policy_columns,
-    policy_row,
-)
+from ebbench.papers.table import Content, PaperFigure, PaperTable, Published, figure, policy_columns, policy_row
 from ebbench.render.figures import altair, values
 from ebbench.render.palette import BLACK, policy_colours
 from ebbench.runs.store import RunStore

@@ -91,10 +91,10 @@ def rate_figures(row: Row, device: Device, rate: float, seed: int) -> dict[str, 
     arrival_s = np.concatenate(([0.0], np.cumsum(gaps)))
     plan = timed_plan(arrival_s, inputs, outputs, np.arange(n) + 1, ["load"] * n)
     result = SimEngine(figures_only=True).run(plan, parse_policy("v1"), device, options)
-    got = RequestColumns.of(result.uninterrupted().requests)
-    duration_s = float(got.last_token.max()) / 1e9
+    columns = RequestColumns.of(result.uninterrupted().requests)
+    duration_s = float(columns.last_token.max()) / 1e9
     return {
         "duration_s": duration_s,
         "tail_s": duration_s - float(arrival_s[-1]),
-        "output_tokens_per_s": float(got.output_tokens.sum()) / duration_s,
+        "output_tokens_per_s": float(columns.output_tokens.sum()) / duration_s,
     }

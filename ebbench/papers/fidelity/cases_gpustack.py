@@ -34,7 +34,7 @@ from dataclasses import replace
 
 from ebbench.config.topology import PoolSpec, parse_topology
 from ebbench.devices.base import Parallel, quantised, start_up
-from ebbench.devices.capacity import kv_capacity_tokens
+from ebbench.devices.capacity import kv_capacity_tokens, layout_with
 from ebbench.devices.profiles import find_model, find_profile
 from ebbench.errors import UsageError
 from ebbench.installation import REFERENCE
@@ -145,10 +145,12 @@ def kv_capacity(case: Case) -> int | str:
     topology = case.protocol.topology
     pool = PoolSpec() if topology is None else topology.replicas
     assert pool is not None
+    parallel, budget = Parallel(tp=pool.tp, ep=pool.ep), case.protocol.max_num_batched_tokens
     try:
         return kv_capacity_tokens(
-            find_profile(case.device), model, start_up(case.vllm_version), parallel=Parallel(tp=pool.tp, ep=pool.ep),
-            max_num_seqs=case.protocol.max_num_seqs, max_num_batched_tokens=case.protocol.max_num_batched_tokens,
+            find_profile(case.device), model, start_up(case.vllm_version), parallel=parallel,
+            max_num_seqs=case.protocol.max_num_seqs, max_num_batched_tokens=budget,
+            layout=layout_with(model, parallel, budget, case.vllm_version),
         )  # fmt: skip
     except UsageError as error:
         return str(error).partition(";")[0]

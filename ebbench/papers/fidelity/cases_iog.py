@@ -87,12 +87,16 @@ def session_figures(rows: Sequence[Row], device: Device, seed: int) -> list[dict
         *SIZES, max_model_len=4096, async_scheduling=False, scheduler_reserve_full_isl=False, vllm_version=VLLM
     )
     result = SimEngine(figures_only=True).run(session_plan(rows, seed), parse_policy("v1"), device, options)
-    got = RequestColumns.of(result.uninterrupted().requests)
+    columns = RequestColumns.of(result.uninterrupted().requests)
     by_row = []
     for row in rows:
-        in_phase = got.phase == row["rate"]
-        times = (got.intended[in_phase] / 1e9, got.first_token[in_phase] / 1e9, got.last_token[in_phase] / 1e9)
-        figures = latencies(*times, got.output_tokens[in_phase])
+        in_phase = columns.phase == row["rate"]
+        times = (
+            columns.intended[in_phase] / 1e9,
+            columns.first_token[in_phase] / 1e9,
+            columns.last_token[in_phase] / 1e9,
+        )
+        figures = latencies(*times, columns.output_tokens[in_phase])
         by_row.append({**figures, "requests_per_s": int(in_phase.sum()) / figures["duration_s"]})
     return by_row
 

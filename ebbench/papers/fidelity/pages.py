@@ -51,12 +51,15 @@ PAGES = (
     Page(
         "kv-cache",
         "KV cache that vLLM servers printed at their start",
-        ("KV cache at the start",),
-        "Twenty-one starts of vLLM 0.9 to 0.31 on seven GPUs, from published logs (reports/reference/kv_cache/).",
-        "Bytes per logit, CUDA graphs, context and collectives, by vLLM's version, on ten starts.",
+        ("KV cache at the start", "KV cache in tokens"),
+        "Twenty-three starts of vLLM 0.9 to 0.31 on seven GPUs, and the tokens that fifteen made of their memory, from "
+        "published logs (reports/reference/kv_cache/).",
+        "Bytes per logit, CUDA graphs, context and collectives, by vLLM's version, on ten starts; none of the tokens.",
         "memory that vLLM takes",
         "Collected before any was computed, but for the last. The sizes were set on the first half and then not "
-        "changed, but for the second model runner's (0.25 and later), which needed three later starts.",
+        "changed, but for the second model runner's (0.25 and later), which needed three later starts. The starts of "
+        "gpt-oss and Gemma 4 and all tokens were found later; weights that every GPU holds, wider experts in MXFP4, "
+        "encoders, and vLLM's rule for windows before 0.26 were mended with them in view.",
         "kv-cache",
     ),
     Page(

@@ -272,13 +272,13 @@ def read_cells(report: Path) -> list[PublishedFigure]:
 
 def merged_cells(kept: Sequence[PublishedFigure], made: Sequence[PublishedFigure]) -> list[PublishedFigure]:
     """The kept cells, with those of every source in ``made`` in the place of its kept ones; new sources at the end."""
-    again: dict[str, list[PublishedFigure]] = {}
+    cells_by_source: dict[str, list[PublishedFigure]] = {}
     for cell in made:
-        again.setdefault(cell.source, []).append(cell)
-    replaced, merged = set(again), list[PublishedFigure]()
+        cells_by_source.setdefault(cell.source, []).append(cell)
+    replaced, merged = set(cells_by_source), list[PublishedFigure]()
     for cell in kept:
-        merged += again.pop(cell.source, []) if cell.source in replaced else [cell]
-    return [*merged, *(cell for cells in again.values() for cell in cells)]
+        merged += cells_by_source.pop(cell.source, []) if cell.source in replaced else [cell]
+    return [*merged, *(cell for cells in cells_by_source.values() for cell in cells)]
 
 
 def all_scores(cells: Sequence[PublishedFigure]) -> dict[str, list[Score]]:

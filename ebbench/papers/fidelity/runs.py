@@ -186,8 +186,10 @@ def replay_cells() -> list[PublishedFigure]:
         )
         .uninterrupted()
     )
-    got = RequestColumns.of(result.requests)
-    ours = latencies(got.intended / 1e9, got.first_token / 1e9, got.last_token / 1e9, got.output_tokens)
+    requests = RequestColumns.of(result.requests)
+    ours = latencies(
+        requests.intended / 1e9, requests.first_token / 1e9, requests.last_token / 1e9, requests.output_tokens
+    )
     return [
         PublishedFigure(
             "RTX 4090 run", "rtx-4090", "llama-3.1-8b", "300 ShareGPT requests", "v1", name, measured[name], ours[name]
@@ -308,12 +310,12 @@ def _gauss_newton(residuals: Callable[[Array], Array], say: Say) -> Array:
     x = START.copy()
     best, at = np.inf, x
     for round_number in range(ROUNDS):
-        here = residuals(x)
-        norm = float(np.sqrt(np.mean(here**2)))
+        residual = residuals(x)
+        norm = float(np.sqrt(np.mean(residual**2)))
         say(f"round {round_number}: {np.round(x, 3).tolist()}, rms error {norm:.2%}")
         if norm < best:
             best, at = norm, x.copy()
-        slopes = np.array([(residuals(x + STEP * unit) - here) / (STEP * unit).sum() for unit in np.eye(3)]).T
-        move, *_ = np.linalg.lstsq(slopes, -here, rcond=None)
+        slopes = np.array([(residuals(x + STEP * unit) - residual) / (STEP * unit).sum() for unit in np.eye(3)]).T
+        move, *_ = np.linalg.lstsq(slopes, -residual, rcond=None)
         x = np.maximum(x + move, 0.0)
     return at

@@ -18,7 +18,7 @@ from ebbench.records import files
 WORSE_POINTS = 0.01  # increase of a median error that counts as a loss of accuracy
 FIGURES = {
     "TPOT": ("tpot_mean_ms",), "TTFT": ("ttft_mean_s",), "throughput": THROUGHPUT, "step time": ("step_ms",),
-    "KV cache": ("kv_gib",),
+    "KV cache": ("kv_gib", "kv_tokens"),
 }  # fmt: skip
 
 

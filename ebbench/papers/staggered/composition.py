@@ -8,10 +8,11 @@ from itertools import product
 from typing import Any
 
 from ebbench.analysis.documents import Column, Section, Value, labels, relative
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import VLLM
 from ebbench.papers.published import GPUS, MAIN_MODEL, gpu_title
 from ebbench.papers.staggered.prefill import deployed
-from ebbench.papers.table import Content, PaperOptions, PaperTable, Published, average, figure, ours
+from ebbench.papers.table import Content, PaperTable, Published, average, figure, ours
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ebbench.analysis.documents import Column, Section, Value, labels, relative
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.staggered.prefill import MODEL, STAGGERED_PAPER, TOPOLOGIES, UNIT, deployed
-from ebbench.papers.table import Content, PaperOptions, PaperTable, changes, figure, ours
+from ebbench.papers.table import Content, PaperTable, changes, figure, ours
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels, relative
 from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
-from ebbench.papers.table import Content, PaperOptions, PaperTable, changes, figure, of_all, ours
+from ebbench.papers.options import PaperOptions
+from ebbench.papers.table import Content, PaperTable, changes, figure, of_all, ours
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
 

@@ -81,10 +81,10 @@ class Cadence:
         """Whether the next step holds decodes only."""
         self._record_step(view)
         waits = view.step_id - self._last_prefill_step < self._every
-        held = waits and view.decodes and not self._backed_up
-        self._open = None if held else view
+        holds = waits and view.decodes and not self._backed_up
+        self._open = None if holds else view
         self._admitted = self._computed = 0
-        return held
+        return holds
 
     def _record_step(self, view: View) -> None:
         before = self._open
