@@ -19,10 +19,8 @@ _ABSOLUTE = 1
 _NONBLOCK_CLOEXEC = 0o2004000
 
 
-class _TimerSpec(ctypes.Structure):
-    """``struct itimerspec``: interval, then value, each in seconds and nanoseconds."""
-
-    _fields_ = [(name, ctypes.c_long) for name in ("every_s", "every_ns", "value_s", "value_ns")]
+_ITIMERSPEC = ctypes.c_long * 4
+"""``struct itimerspec``: interval, then value, each in seconds and nanoseconds."""
 
 
 class Alarm:
@@ -31,7 +29,7 @@ class Alarm:
     def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
         self._loop, self._callback = loop, callback
         self._handle: asyncio.TimerHandle | None = None
-        self._spec = _TimerSpec()
+        self._spec = _ITIMERSPEC()
         self._fd, self._settime = _timerfd()
         if self._fd >= 0:
             loop.add_reader(self._fd, self._on_readable)
@@ -44,7 +42,7 @@ class Alarm:
             self._handle = self._loop.call_later(delay_s, self._callback)
             return
         # A zero value would disarm the timer instead of firing it.
-        self._spec.value_s, self._spec.value_ns = divmod(max(due_ns, 1), 1_000_000_000)
+        self._spec[2:] = [*divmod(max(due_ns, 1), 1_000_000_000)]
         self._settime(self._fd, _ABSOLUTE, ctypes.byref(self._spec), None)
 
     def clear(self) -> None:
@@ -53,7 +51,7 @@ class Alarm:
             self._handle.cancel()
             self._handle = None
         if self._fd >= 0:
-            self._spec.value_s = self._spec.value_ns = 0
+            self._spec[2:] = [0, 0]
             self._settime(self._fd, _ABSOLUTE, ctypes.byref(self._spec), None)
 
     def close(self) -> None:
