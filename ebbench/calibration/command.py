@@ -130,7 +130,7 @@ def _measure_vllm(
     measured = fit(
         cost_grid(grid, probed.seconds),
         _source(model, target.name, "vllm with --enforce-eager" if vllm.eager else "vllm"),
-        grid.points,
+        grid.points if probed.undrafted is None else 2 * grid.points,
         request_s=probed.request_s,
         drift=probed.drift,
         start_s=start_s,

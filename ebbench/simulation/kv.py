@@ -130,8 +130,10 @@ class LaidOutKv(CountingKv):
         if kept is None:
             return []
         last = kept.tokens - max(self._taken - kept.behind, 0) // self._full_tables * self.layout.groups[0].block_tokens
-        found = min(last, known_tokens - 1) // self.layout.scheduler_block_tokens * self.layout.scheduler_block_tokens
-        return list(range(max(found, 0) // self._block_size))
+        cached_tokens = (
+            min(last, known_tokens - 1) // self.layout.scheduler_block_tokens * self.layout.scheduler_block_tokens
+        )
+        return list(range(max(cached_tokens, 0) // self._block_size))
 
     @property
     def _full_tables(self) -> int:
