@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 LEAST_ADDRESS_SPACE_MIB = 768
 """With less, importing numpy can loop endlessly: OpenBLAS asks for memory until it gets some."""
 
-COLLECTIONS = (50_000, 20, 100)
-"""Thresholds of the garbage collector: with Python's own a tenth of a command's start is spent in it."""
+COLLECTIONS = (200_000, 20, 100)
+"""Thresholds of the garbage collector: a command loads about 120,000 objects, which a collection searches in vain."""
 
 
 def run() -> None:

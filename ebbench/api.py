@@ -444,7 +444,7 @@ def plan(
     """
     from ebbench.sizing.candidates import find_plan
 
-    several = [name for name, one in declared_in(PlanCommand).items() if get_origin(one.kind) is tuple]
+    several = [name for name, declared in declared_in(PlanCommand).items() if get_origin(declared.kind) is tuple]
     given = {name: _several(value) if name in several else value for name, value in settings.items()}
     given |= {"request_rate": request_rate, "goodput": goodput}
     with _named_as_keywords():
@@ -466,7 +466,7 @@ def compare(*runs: Runs | RunResult | str | Path, baseline: str | None = None, a
     from ebbench.analysis.paired import compare_cases, load_groups
 
     with _named_as_keywords():
-        groups = load_groups([argument for each in runs for argument in _arguments(each)])
+        groups = load_groups([argument for given in runs for argument in _arguments(given)])
         return Comparison(compare_cases(groups, baseline, check_allowed(allow)))
 
 
@@ -595,14 +595,16 @@ def _documented(function: Callable[..., Any], command: type, but: Sequence[str] 
     """Name the keywords of ``**settings`` in the signature, from which notebooks complete, and in the help: the
     settings that ``command`` declares, and those of a run ``but`` some."""
     own = inspect.signature(function)
-    kept = [one for one in own.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    taken = {one.name for one in kept} | {"workload", "policy"}
+    kept = [parameter for parameter in own.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    taken = {parameter.name for parameter in kept} | {"workload", "policy"}
     of_command = declared_in(command)
-    of_runs = {name: one for name, one in known_settings().items() if name not in (*but, *of_command)}
-    known = {name: one for name, one in {**of_command, **of_runs}.items() if name not in taken}
+    of_runs = {name: parameter for name, parameter in known_settings().items() if name not in (*but, *of_command)}
+    known = {name: parameter for name, parameter in {**of_command, **of_runs}.items() if name not in taken}
     keywords = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=one.default if name in of_command else None)
-        for name, one in known.items()
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=parameter.default if name in of_command else None
+        )
+        for name, parameter in known.items()
     ]
     described: Any = function
     described.__signature__ = own.replace(parameters=[*kept, *keywords])

@@ -62,7 +62,7 @@ def advice_question(given: Mapping[str, Any]) -> AdviceQuestion:
             spec.changed(**_of_server(settings | {"api_server": names["api_server"]}), **_topology(asked, settings)),
             asked.seeds,
             slo,
-            tuple(each.name for each in parse_policies(asked.policy)) or default_policies(slo, budgets, seqs),
+            tuple(policy.name for policy in parse_policies(asked.policy)) or default_policies(slo, budgets, seqs),
             budgets=tuple(budgets[1:]),
         )
     )

@@ -463,8 +463,8 @@ _UNRECORDED = "not recorded"
 
 def differing_names(environments: Sequence[Mapping[str, str]]) -> list[str]:
     """Names of conditions in which any environment differs from the first; options by their own names."""
-    unlike = [each for other in environments[1:] for each in differences(environments[0], other)]
-    return list(dict.fromkeys(each.option or each.key for each in unlike))
+    unlike = [difference for other in environments[1:] for difference in differences(environments[0], other)]
+    return list(dict.fromkeys(difference.option or difference.key for difference in unlike))
 
 
 def listed(unlike: Sequence[Difference]) -> str:
@@ -474,7 +474,7 @@ def listed(unlike: Sequence[Difference]) -> str:
 
 def remedy(unlike: Sequence[Difference]) -> str:
     """The options that allow these differences."""
-    return " ".join(f"--allow {key}" for key in dict.fromkeys(each.key for each in unlike))
+    return " ".join(f"--allow {key}" for key in dict.fromkeys(difference.key for difference in unlike))
 
 
 def check_allowed(names: Sequence[str]) -> tuple[str, ...]:

@@ -305,7 +305,7 @@ def named(name: str) -> str:
 
 def _one_row(row: dict[str, Any]) -> pa.Table:
     told: dict[str, Any] = {name: row[name] for name in ("reasons", "warnings") if name in row}
-    row |= {name: [shown_text(one) for one in each] for name, each in told.items()} | told_columns(told)
+    row |= {name: [shown_text(text) for text in texts] for name, texts in told.items()} | told_columns(told)
     nested = {"steady": row.pop("steady"), "limit": row.pop("goodput_slo_ms"), "session": row.pop("per_session", None)}
     for prefix, figures in nested.items():
         tail = "_ms" if prefix == "limit" else ""
@@ -480,7 +480,7 @@ def mean_over_repeats(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "valid": all(summary["valid"] for summary in summaries),
         "interrupted": any(summary["interrupted"] for summary in summaries),
         **{
-            name: list({shown_text(each): each for summary in summaries for each in summary[name]}.values())
+            name: list({shown_text(text): text for summary in summaries for text in summary[name]}.values())
             for name in ("warnings", "reasons")
         },
         "failures": [asdict(failure) for failure in merge_failures(_failures_in(summaries))],

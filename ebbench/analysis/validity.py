@@ -245,7 +245,7 @@ def of_device(engine: str, warnings: Iterable[RunWarning]) -> tuple[RunWarning, 
     those about its client and this one run. What a full KV cache cost counts on both.
     """
     codes = {"device", "engine", KV_CACHE} if engine in VIRTUAL_TIME else {"device", KV_CACHE, *ABOUT_SERVER}
-    return tuple(each for each in warnings if {each.about, each.code} & codes)
+    return tuple(said for said in warnings if {said.about, said.code} & codes)
 
 
 def told_once(
@@ -257,10 +257,10 @@ def told_once(
     """
     alike: dict[Any, list[tuple[RunWarning, int]]] = {}
     for place, warnings in enumerate(told_by_run):
-        for each in warnings:
-            alike.setdefault((each.code, each.message, warning_shape(each.values)), []).append((each, place))
+        for said in warnings:
+            alike.setdefault((said.code, said.message, warning_shape(said.values)), []).append((said, place))
     return [
-        owner({place for _, place in told}) + worded(in_ranges([each for each, _ in told])) for told in alike.values()
+        owner({place for _, place in told}) + worded(in_ranges([said for said, _ in told])) for told in alike.values()
     ]
 
 

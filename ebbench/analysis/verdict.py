@@ -485,9 +485,15 @@ def _notes(pairs: Sequence[Pair]) -> tuple[Fact, ...]:
     policies = dict.fromkeys(unit.policy for pair in pairs for unit in (pair.baseline, pair.candidate))
     if len(policies) > 1:
         notes.append(fact("policies_differ", policies=list(policies)))
-    differing = [each for pair in pairs for each in differences(pair.baseline.environment, pair.candidate.environment)]
+    differing = [
+        difference
+        for pair in pairs
+        for difference in differences(pair.baseline.environment, pair.candidate.environment)
+    ]
     if differing:
-        notes.append(fact("sides_differ", differences=[each._asdict() for each in dict.fromkeys(differing)]))
+        notes.append(
+            fact("sides_differ", differences=[difference._asdict() for difference in dict.fromkeys(differing)])
+        )
     if drafts := drafts_apart(pairs):
         notes.append(fact("drafts_apart", tokens_per_step=math.expm1(drafts)))
     if repeated_until_clear(pairs):
@@ -509,7 +515,7 @@ def _about_server(pairs: Sequence[Pair]) -> list[Fact]:
         side = "candidate" if pairs[0].candidate.anchor_unix_ns > pairs[0].baseline.anchor_unix_ns else "baseline"
         notes.append(fact("cache_warm_for_second", side=side, server=server))
     units = [unit for pair in pairs for unit in (pair.baseline, pair.candidate)]
-    return notes + [each for unit in units for each in unit.about_server if each.code in codes]
+    return notes + [warning for unit in units for warning in unit.about_server if warning.code in codes]
 
 
 def _interleaved(pairs: Sequence[Pair]) -> bool:

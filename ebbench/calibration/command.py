@@ -130,7 +130,7 @@ def _measure_vllm(
     measured = fit(
         cost_grid(grid, probed.seconds),
         _source(model, target.name, "vllm with --enforce-eager" if vllm.eager else "vllm"),
-        grid.points,
+        grid.points if probed.undrafted is None else 2 * grid.points,
         request_s=probed.request_s,
         drift=probed.drift,
         start_s=start_s,
@@ -173,8 +173,8 @@ def lines(done: Calibrated, profile: Path) -> Iterator[str]:
     measured, check, cal = done.measured, done.check, done.measured.calibration
     yield f"{measured.steps} steps measured"
     yield f"prefill  {cal.alpha_p * 1e3:.3f} ms + {cal.beta_p * 1e6:.2f} µs per token   R2 {measured.prefill_r2:.4f}"
-    each = f"computed token, {cal.drafts} drafted per sequence" if cal.drafts else "sequence"
-    yield f"decode   {cal.alpha_d * 1e3:.3f} ms + {cal.beta_d * 1e6:.2f} µs per {each}   R2 {measured.decode_r2:.4f}"
+    counted = f"computed token, {cal.drafts} drafted per sequence" if cal.drafts else "sequence"
+    yield f"decode   {cal.alpha_d * 1e3:.3f} ms + {cal.beta_d * 1e6:.2f} µs per {counted}   R2 {measured.decode_r2:.4f}"
     if cal.mixed is None:
         yield "mixed    no polynomial with positive costs fits; policies use the measured grid"
     else:

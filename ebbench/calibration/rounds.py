@@ -234,9 +234,11 @@ def measure_steps(
             if pause is not None:
                 pause()
     undrafted = by_drafts.get(0)
-    found = summarise(by_drafts[most].steps, by_drafts[most].requests)
+    measured = summarise(by_drafts[most].steps, by_drafts[most].requests)
     return (
-        found if undrafted is None else replace(found, undrafted=summarise(undrafted.steps, undrafted.requests).seconds)
+        measured
+        if undrafted is None
+        else replace(measured, undrafted=summarise(undrafted.steps, undrafted.requests).seconds)
     )
 
 

@@ -96,12 +96,14 @@ def prune(
     from ebbench.report.listing import remove_asked
     from ebbench.sizing.command import prune_probes
 
-    found = [run for run in stored.listed(runs or stored.DEFAULT_ROOTS).only(filters).runs if run.kind != "unfinished"]
+    selected = [
+        run for run in stored.listed(runs or stored.DEFAULT_ROOTS).only(filters).runs if run.kind != "unfinished"
+    ]
     if not probes:
-        chosen = stored.prunable(found, filters, keep_last, older_than)
+        chosen = stored.prunable(selected, filters, keep_last, older_than)
         remove_asked(chosen, runs or stored.DEFAULT_ROOTS, yes=yes, dry_run=dry_run)
         return
-    searches = [run for run in found if run.kind == "search"]
+    searches = [run for run in selected if run.kind == "search"]
     saved = sum(prune_probes(run.path) for run in searches if not dry_run)
     typer.echo(f"freed {saved / 1e6:.1f} MB of the probes of {len(searches)} searches")
 

@@ -77,11 +77,13 @@ def under(panel: str) -> Callable[..., typer.models.OptionInfo]:
     return partial(opt, panel=panel)
 
 
-def option_of(one: Declared, panel: str | None = None) -> typer.models.OptionInfo:
+def option_of(declared: Declared, panel: str | None = None) -> typer.models.OptionInfo:
     """The option of a declared setting, under its own heading or another."""
-    assert one.option is not None, f"{one.name} has no option"
-    names = one.option.names or one.option_names
-    return opt(*names, help=one.about.help, panel=panel or one.option.panel, complete=one.option.complete)
+    assert declared.option is not None, f"{declared.name} has no option"
+    names = declared.option.names or declared.option_names
+    return opt(
+        *names, help=declared.about.help, panel=panel or declared.option.panel, complete=declared.option.complete
+    )
 
 
 @dataclass(frozen=True)
@@ -105,21 +107,21 @@ class OptionsOf:
 
     def parameters(self, kind: Any) -> list[inspect.Parameter]:
         """One parameter per option."""
-        return [self._parameter(self._changed(one)) for one in self.declared(kind)]
+        return [self._parameter(self._changed(declared)) for declared in self.declared(kind)]
 
-    def _changed(self, one: Declared) -> Declared:
-        assert one.option is not None  # declared() has chosen those with an option
-        help = one.about.help
-        if self.defaults.get(one.name) is not None:
+    def _changed(self, declared: Declared) -> Declared:
+        assert declared.option is not None  # declared() has chosen those with an option
+        help = declared.about.help
+        if self.defaults.get(declared.name) is not None:
             help = help.partition(" Default: ")[0]  # the help page shows it behind the text
         option = replace(
-            one.option, panel=self.panel if self.panel and one.name in self.only else one.option.panel,
-            complete=self.completes.get(one.name, one.option.complete),
+            declared.option, panel=self.panel if self.panel and declared.name in self.only else declared.option.panel,
+            complete=self.completes.get(declared.name, declared.option.complete),
         )  # fmt: skip
-        return replace(one, about=replace(one.about, help=self.helps.get(one.name, help)), option=option)
+        return replace(declared, about=replace(declared.about, help=self.helps.get(declared.name, help)), option=option)
 
-    def _parameter(self, one: Declared) -> inspect.Parameter:
-        kind, default, about = one.kind, self.defaults.get(one.name, one.default), one.option
+    def _parameter(self, declared: Declared) -> inspect.Parameter:
+        kind, default, about = declared.kind, self.defaults.get(declared.name, declared.default), declared.option
         assert about is not None  # declared() has chosen those with an option
         if default is MISSING:
             default, kind = inspect.Parameter.empty, about.text or kind
@@ -127,8 +129,8 @@ class OptionsOf:
             kind, default = about.text | None, default if about.text is str and isinstance(default, str) else None
         elif about.turns_off:
             kind, default = bool, False
-        annotation: Any = Annotated[kind, option_of(one)]
-        return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        annotation: Any = Annotated[kind, option_of(declared)]
+        return inspect.Parameter(declared.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
     def take(self, kind: Any, context: typer.Context, given: dict[str, Any]) -> Any:
         """Remove the options' values from ``given``; returns an object of the class, or what is given, by name.
@@ -136,16 +138,16 @@ class OptionsOf:
         Raises UsageError.
         """
         settings: dict[str, Any] = {}
-        for one in self.declared(kind):
-            value = given.pop(one.name)
-            if is_given(context, one.name):
-                settings |= _settings_of(one, value)
+        for declared in self.declared(kind):
+            value = given.pop(declared.name)
+            if is_given(context, declared.name):
+                settings |= _settings_of(declared, value)
         return settings if kind is dict or not isinstance(kind, type) else kind(**{**self.defaults, **settings})
 
 
-def _settings_of(one: Declared, value: Any) -> Mapping[str, Any]:
+def _settings_of(declared: Declared, value: Any) -> Mapping[str, Any]:
     """What an option's value sets, by name: as a file has it."""
-    option = one.option
+    option = declared.option
     assert option is not None  # the value is an option's
     if option.read is not None:
         return option.read(value)
@@ -153,9 +155,9 @@ def _settings_of(one: Declared, value: Any) -> Mapping[str, Any]:
         value = not value
     elif isinstance(value, Path) and option.text is Path:
         value = str(value)
-    elif isinstance(value, list) and get_origin(one.kind) is tuple:
+    elif isinstance(value, list) and get_origin(declared.kind) is tuple:
         value = tuple(value)
-    return {one.name: value}
+    return {declared.name: value}
 
 
 def is_given(context: typer.Context, name: str) -> bool:
@@ -172,10 +174,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     hints, own = get_type_hints(command, include_extras=True), inspect.signature(command).parameters
     groups = {name: group for name in own if (group := _group_of(hints[name])) is not None}
     parameters: dict[str, inspect.Parameter] = {}
-    for name, one in own.items():
+    for name, own_parameter in own.items():
         kind, marker = groups.get(name, (None, None))
-        several = [one.replace(annotation=hints[name])] if marker is None else marker.parameters(kind)
-        parameters |= {each.name: each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in several}
+        several = [own_parameter.replace(annotation=hints[name])] if marker is None else marker.parameters(kind)
+        parameters |= {shown.name: shown.replace(kind=inspect.Parameter.KEYWORD_ONLY) for shown in several}
     parameters.setdefault(
         "context", inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     )
@@ -208,7 +210,7 @@ def refuse_unused(context: typer.Context, options: Iterable[str], reads: Collect
 
     ``reads``: options as users write them, without ``--``.
     """
-    read = [option_name(one) for one in reads]
+    read = [option_name(name) for name in reads]
     for option in given_options(context, options):
         if option not in read:
             it = f"it uses {', '.join(read)}" if read else "leave it out"

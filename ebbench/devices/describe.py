@@ -151,7 +151,7 @@ class DeviceFacts:
             "steps": [asdict(step) for step in self.steps],
             "calibration": calibration,
             "provenance": self.device.provenance,
-            "warnings": [each.to_dict(str(each)) for each in self.device.warnings],
+            "warnings": [warning.to_dict(str(warning)) for warning in self.device.warnings],
         }
 
 

@@ -441,7 +441,7 @@ def _encoder_bytes(raw: Mapping[str, Any]) -> int:
     for key in ("vision_config", "audio_config"):
         part = raw.get(key) or {}
         sizes = {
-            name: next((part[one] for one in keys if isinstance(part.get(one), int)), 0)
+            name: next((part[key_given] for key_given in keys if isinstance(part.get(key_given), int)), 0)
             for name, keys in _ENCODER_SIZES.items()
         }
         hidden = sizes["hidden"]

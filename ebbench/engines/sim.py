@@ -417,7 +417,8 @@ class _Simulation:
         if layout is None:
             return blocks, self._make_kv
         if not options.enable_prefix_caching or _nothing_shared(self._whole):
-            return blocks, lambda state, total: LaidOutKv(state, total, layout)
+            size, caching = options.block_size, options.enable_prefix_caching
+            return blocks, lambda state, total: LaidOutKv(state, total, layout, size, caching=caching)
         table = self._plan.table
         tokens = pc.add(table["input_tokens"].cast(pa.int64()), table["output_tokens"])
         mean, longest = float(pc.mean(tokens).as_py()), int(pc.max(tokens).as_py())

@@ -65,7 +65,19 @@ _FOLLOWS = ("Engine core initialization failed", "WorkerProc initialization fail
 """Errors that report another one, which another process wrote."""
 _PYDANTIC = re.compile(r"^\d+ validation errors? for ")
 _INPUT = re.compile(r" \[type=.*")
-_PORT_TAKEN = re.compile(r"[Aa]ddress already in use")
+_REMEDIES = {
+    re.compile(r"[Aa]ddress already in use"): "choose another --port, or end what listens there",
+    re.compile(r"Unsupported speculative method: '\w*mtp'"): (
+        "vLLM finds no layers for multi-token prediction in this model; draft by another method, such as ngram"
+    ),
+    re.compile(r"num_speculative_tokens was provided but without speculative model"): (
+        'name the draft\'s head as "model" in --speculative-config'
+    ),
+    re.compile(r"num_speculative_tokens must be provided"): (
+        'say how many tokens are drafted as "num_speculative_tokens" in --speculative-config'
+    ),
+}
+"""What to do about errors of vLLM (0.32) that do not say it."""
 _LONGEST = 400  # characters of an error that are shown
 
 
@@ -89,7 +101,8 @@ def explain(output: str) -> str:
     if remedy := memory_remedy(output):
         return remedy
     reason = first_error(output)
-    return f"{reason} (choose another --port, or end what listens there)" if _PORT_TAKEN.search(reason) else reason
+    remedy = next((remedy for error, remedy in _REMEDIES.items() if error.search(reason)), None)
+    return f"{reason} ({remedy})" if remedy else reason
 
 
 def error_reason(error: BaseException) -> str:

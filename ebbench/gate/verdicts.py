@@ -155,8 +155,8 @@ def _undecided(
     bounds: Mapping[str, Mapping[str, float]], enough_pairs: int | None = None, cause: Mapping[str, Any] | None = None
 ) -> str:
     parts = [
-        f"{label_of(figure)} may be up to {each['up_to']:.1%} worse (margin {each['margin']:.1%})"
-        for figure, each in bounds.items()
+        f"{label_of(figure)} may be up to {bound['up_to']:.1%} worse (margin {bound['margin']:.1%})"
+        for figure, bound in bounds.items()
     ]
     if cause is not None:
         return "; ".join([*parts, Fact(**cause).worded(VERDICTS)])
@@ -294,8 +294,8 @@ def notes(verdict: Verdict) -> list[str]:
         f"not judged: {', '.join(label_of(f) for f, code in verdict.skipped.items() if code == why)}; {SKIPPED[why]}"
         for why in dict.fromkeys(verdict.skipped.values())
     ]
-    of_server = told_once([[each] for each in verdict.notes if isinstance(each, RunWarning)], lambda _: "")
-    others = [_text(each) for each in verdict.notes if not isinstance(each, RunWarning)]
+    of_server = told_once([[note] for note in verdict.notes if isinstance(note, RunWarning)], lambda _: "")
+    others = [_text(note) for note in verdict.notes if not isinstance(note, RunWarning)]
     return [f"note: {text}" for text in (*others, *of_server, *skipped)]
 
 

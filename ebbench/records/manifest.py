@@ -177,7 +177,7 @@ def decode_manifest(content: bytes, path: Path) -> Manifest:
         if version > SCHEMA_VERSION:
             raise DataError(f"{path}: written by a newer ebbench (schema {version}); update ebbench to read it")
         msgspec.convert(value, _Computed)
-        value["reasons"] = [stored_warning(one) for one in value.get("reasons", ())]
+        value["reasons"] = [stored_warning(reason) for reason in value.get("reasons", ())]
         manifest = msgspec.convert(value, Manifest)
     except (BadValueError, msgspec.ValidationError) as error:
         raise DataError(f"{path}: not a manifest ({error})") from None

@@ -296,9 +296,9 @@ def legend(comparison: PairedComparison) -> str:
 def _skipped(comparison: PairedComparison) -> list[str]:
     """Figures that were not compared, with the reason."""
     return [
-        f"{label_of(figure)} left out for {each.label}: {SKIPPED[why]}"
-        for each in comparison.others
-        for figure, why in each.skipped.items()
+        f"{label_of(figure)} left out for {contrasts.label}: {SKIPPED[why]}"
+        for contrasts in comparison.others
+        for figure, why in contrasts.skipped.items()
     ]
 
 
@@ -365,7 +365,7 @@ def _other_json(policy: PolicyContrasts) -> dict[str, Any]:
         "figures": [asdict(contrast) | {"verdict": verdict(contrast)} for contrast in policy.contrasts],
         "skipped": dict(policy.skipped),
         "copies": sum(pair.copies for pair in pairs),
-        "left_out": [each.to_dict(each.worded(PAIRING)) for each in policy.left_out],
+        "left_out": [difference.to_dict(difference.worded(PAIRING)) for difference in policy.left_out],
         "worse_one_sided": dict(policy.worse),
         "tokens_per_step_change": policy.drafts,
     }

@@ -65,7 +65,7 @@ def _why_apart(all_series: Sequence[Series]) -> list[str]:
         first = known.setdefault((kind.policy, kind.load, kind.limits), point)
         unlike = differences(first.units[0].environment, point.units[0].environment)
         if unlike:
-            renamed = {each.key for each in unlike} == {"host"}
+            renamed = {difference.key for difference in unlike} == {"host"}
             label = " A host that has another name every night gets one with --host-label." if renamed else ""
             reasons.append(f"Apart, since they differ in {listed(unlike)}: runs of {kind.policy}.{label}")
     return reasons

@@ -493,7 +493,7 @@ def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tup
 
 
 def _about(about: str, said: Iterable[RunWarning]) -> list[RunWarning]:
-    return [msgspec.structs.replace(each, about=about) for each in said]
+    return [msgspec.structs.replace(text, about=about) for text in said]
 
 
 _LONGER = 3.0

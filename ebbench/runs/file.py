@@ -97,7 +97,7 @@ FURTHER = declared_in(RunCommand)
 
 def _file_of(command: type, *, but: Collection[str] = ()) -> Any:
     """The file of a command: settings of a run ``but`` some, and what the command itself declares."""
-    own = {name: one.kind for name, one in declared_in(command).items()}
+    own = {name: declared.kind for name, declared in declared_in(command).items()}
     kinds = {"policy": str | list[str], "vllm_options": list[str], **own}
     return settings_table(command.__name__, but=but, **kinds)
 

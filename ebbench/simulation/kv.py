@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol, runtime_checkable
 
@@ -105,13 +106,61 @@ class CountingKv:
 class LaidOutKv(CountingKv):
     """Counts blocks of a pool from which layers that keep all tokens, a window or a state draw (``layout``).
 
-    A request's blocks depend on its length and on how much of it is computed for good; nothing is found again by
-    content.
+    A request's blocks depend on its length and on how much of it is computed for good. With ``caching`` a preempted
+    request finds those of its blocks again that were not taken since; nothing else is found by content. Blocks that
+    leave a window are counted as free, not by their place in the queue: which of a request's are taken is a little off.
     """
 
-    def __init__(self, state: RequestState, total: int, layout: KvLayout) -> None:
+    def __init__(self, state: RequestState, total: int, layout: KvLayout, block_size: int, *, caching: bool) -> None:
         super().__init__(state, total, caching=False)
-        self.layout = layout
+        self.layout, self._block_size = layout, block_size
+        # A state is found again only where it was copied at the end of a block.
+        self._keeps = caching and not any(group.per_sequence or group.chunk for group in layout.groups)
+        self._kept: dict[int, _Kept] = {}
+        self._taken = 0  # blocks from the head of the free queue so far
+
+    def take(self, count: int) -> None:
+        """See CountedKv; a negative count gives blocks back that have left a window."""
+        self.free -= count
+        self._taken += max(count, 0)
+
+    def lookup(self, row: int, known_tokens: int) -> list[int]:
+        """The blocks of tokens that a preempted request has in the cache in all layers, by their number."""
+        kept = self._kept.get(row)
+        if kept is None:
+            return []
+        last = kept.tokens - max(self._taken - kept.behind, 0) // self._full_tables * self.layout.groups[0].block_tokens
+        cached_tokens = (
+            min(last, known_tokens - 1) // self.layout.scheduler_block_tokens * self.layout.scheduler_block_tokens
+        )
+        return list(range(max(cached_tokens, 0) // self._block_size))
+
+    @property
+    def _full_tables(self) -> int:
+        return sum(group.tables for group in self.layout.groups if not group.window) or 1
+
+    def adopt(self, row: int, hits: Sequence[int]) -> None:
+        """Forget what was kept: the request holds it again, and did not take it from the head of the queue."""
+        kept = self._kept.pop(row, None)
+        if kept is not None and hits:
+            self._taken -= kept.blocks
+
+    def release(self, row: int, known_tokens: int) -> None:
+        """See KvBlocks."""
+        held = int(self._held[row])
+        if self._keeps and not self._done[row]:
+            self._kept[row] = _Kept(known_tokens, self._taken + self.free, held)
+        self.free += held
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What a preempted request left in the cache: its first ``tokens`` tokens, in ``blocks`` blocks that are taken once
+    ``behind`` blocks were taken in all."""
+
+    tokens: int
+    behind: int
+    blocks: int
 
 
 class CachingKv:

@@ -124,8 +124,9 @@ def _allocate(scheduler: Scheduler, row: int, hits: Sequence[int], cached: int, 
     """Give a request the blocks of its ``cached`` tokens and of its first chunk, ``after`` KV slots together."""
     if scheduler.layout is None:
         need = -(-after // scheduler.limits.block_size) - len(hits)
+        held = len(hits) + need
     else:
-        need = int(scheduler.layout.held(np.array([after], np.int64), np.array([cached], np.int64))[0])
+        held = need = int(scheduler.layout.held(np.array([after], np.int64), np.array([cached], np.int64))[0])
     counted = scheduler.counted
     if hits or counted is None:
         scheduler.kv.adopt(row, hits)
@@ -133,7 +134,7 @@ def _allocate(scheduler: Scheduler, row: int, hits: Sequence[int], cached: int, 
         counted.take(need)
     else:
         scheduler.kv.allocate((row,), (need,))
-    scheduler.state.held_blocks[row] = len(hits) + need
+    scheduler.state.held_blocks[row] = held
     scheduler.state.computed[row] = cached
 
 

@@ -83,7 +83,7 @@ def plan_tasks(asked: PlanCommand, settings: Mapping[str, Any]) -> list[PlanTask
         PlanTask(spec, limits, asked.request_rate, SESSIONS, asked.headroom, asked.spare),
         asked.device or measured_devices(),
         instance_shapes(asked.tp, asked.instance),
-        [each.name for each in parse_policies(asked.policy or DEFAULT_POLICIES)],
+        [parsed.name for parsed in parse_policies(asked.policy or DEFAULT_POLICIES)],
         asked.max_num_batched_tokens,
         asked.max_num_seqs,
     )

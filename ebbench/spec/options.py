@@ -69,7 +69,7 @@ class RunSettings(OptionsOf):
         known = {**known_settings(), **own}
         names = self.only or [name for name in known if name not in (*self.but, *own)]
         chosen = [known[name] for name in (*names, *(name for name in own if name not in names))]
-        return [one for one in chosen if one.option is not None]
+        return [member for member in chosen if member.option is not None]
 
 
 def setting(name: str, panel: str | None = None) -> typer.models.OptionInfo:

@@ -178,14 +178,14 @@ def _stored_settings(cell: RunSpec) -> dict[str, Any]:
 def results_row(entry: Finished) -> dict[str, Any]:
     """A finished cell as a row of SCHEMA."""
     figures: Mapping[str, Any] = entry.measured.figures
-    caveats = [each.to_dict(str(each)) for each in entry.measured.caveats]
+    caveats = [caveat.to_dict(str(caveat)) for caveat in entry.measured.caveats]
     told = {"reasons": figures.get("reasons") or (), "warnings": caveats}
     return (
         {"key": result_key(entry.cell), "seconds": entry.measured.seconds, "worker": entry.measured.worker}
         | {name: plain(value) for name, value in _stored_settings(entry.cell).items()}
         | {name: _real(figures.get(name)) for name in FIGURES}
         | {name: figures.get(name) for name in ("valid", "plan_hash", "git_commit")}
-        | {name: "; ".join(map(shown_text, each)) for name, each in told.items()}
+        | {name: "; ".join(map(shown_text, caveat)) for name, caveat in told.items()}
         | told_columns(told)
     )
 

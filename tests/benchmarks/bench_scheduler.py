@@ -1,7 +1,7 @@
 """What the plugin costs, and how fast the emulated engine is. Prints; asserts nothing about time.
 
     python tests/benchmarks/bench_scheduler.py [--requests 1500] [--concurrency 512] [--rounds 3] [--policy eb ...]
-        [--fit | --count] [--speculative method=eagle,acceptance=0.7,0.5,0.3]
+        [--fit | --count] [--speculative method=eagle,acceptance=0.7,0.5,0.3 [--updates]]
 
 Overhead: CPU time of ``schedule()``, on the same plan in the same process. ``with/without`` is the time of the plugin's
 ``schedule()`` divided by the time of vLLM's ``schedule()`` that it calls, of the same calls: the cost of the plugin,
@@ -21,7 +21,8 @@ pair take turns in one process, some steps each, so that other load on the machi
 ``--count`` prints opcodes of Python instead of times, of vLLM and of the plugin per scheduled sequence. They are the
 same in every run. They say nothing of what C code and caches cost. Slow: 150 requests, 128 at a time, are enough.
 
-``--speculative``: the emulated server drafts tokens.
+``--speculative``: the emulated server drafts tokens. ``--updates``: ``update_from_output()``, where the plugin counts
+what became of them, is added to ``schedule()``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,11 +64,17 @@ POLICIES = (
 
 @dataclass
 class Timing:
-    """CPU seconds of schedule() calls, and what they scheduled."""
+    """CPU seconds of schedule() calls, and what they scheduled. ``updates``: of update_from_output() too."""
 
+    updates: bool = False
     calls_s: list[float] = field(default_factory=list)
-    inner_s: float = 0.0  # of vLLM's own schedule(), called by the plugin
+    updates_s: float = 0.0
+    inner_s: float = 0.0  # of vLLM's own methods, called by the plugin
     sequences: int = 0
+
+    @property
+    def outer_s(self) -> float:
+        return sum(self.calls_s) + self.updates_s
 
     @property
     def mean_us(self) -> float:
@@ -74,13 +82,13 @@ class Timing:
 
     @property
     def per_sequence_us(self) -> float:
-        return sum(self.calls_s) / self.sequences * 1e6
+        return self.outer_s / self.sequences * 1e6
 
 
 @contextmanager
 def timed_inside(timing: Timing) -> Iterator[None]:
-    """Measure vLLM's own schedule(), also where the plugin calls it. One that raises is not counted."""
-    original = Scheduler.schedule
+    """Measure vLLM's own methods, also where the plugin calls them. A schedule() that raises is not counted."""
+    original, update = Scheduler.schedule, Scheduler.update_from_output
 
     def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
         started = time.thread_time()
@@ -89,11 +97,19 @@ def timed_inside(timing: Timing) -> Iterator[None]:
             timing.inner_s += time.thread_time() - started
         return output
 
+    def updating(self: Any, *args: Any, **kwargs: Any) -> Any:
+        started = time.thread_time()
+        output = update(self, *args, **kwargs)
+        timing.inner_s += time.thread_time() - started
+        return output
+
     Scheduler.schedule = timed
+    if timing.updates:
+        Scheduler.update_from_output = updating
     try:
         yield
     finally:
-        Scheduler.schedule = original
+        Scheduler.schedule, Scheduler.update_from_output = original, update
 
 
 class TimedEngine(EmulatedEngine):
@@ -115,7 +131,15 @@ class TimedEngine(EmulatedEngine):
                 timing.sequences += len(output.num_scheduled_tokens)
             return output
 
+        def updating(*args, **kwargs):  # type: ignore[no-untyped-def]
+            started = time.thread_time()
+            output = update(*args, **kwargs)
+            timing.updates_s += time.thread_time() - started
+            return output
+
         core.scheduler.schedule = timed
+        if timing.updates:
+            update, core.scheduler.update_from_output = core.scheduler.update_from_output, updating
 
 
 @dataclass(frozen=True)
@@ -125,10 +149,11 @@ class Bench:
     plan: Plan
     device: Device
     options: EngineOptions
+    updates: bool = False
 
     def timing(self, policy: str) -> Timing:
         """The times of one run."""
-        timing = Timing()
+        timing = Timing(self.updates)
         with timed_inside(timing):
             TimedEngine(timing).run(self.plan, parse_policy(policy), self.device, self.options)
         return timing
@@ -149,7 +174,7 @@ def overhead(bench: Bench, chosen: list[str], rounds: int) -> None:
             runs.append(mine)
             ratios.append(mine.per_sequence_us / stock.per_sequence_us)
         print(
-            f"{label:32}{len(runs[0].calls_s):8}{statistics.median(sum(r.calls_s) / r.inner_s for r in runs):14.3f}"
+            f"{label:32}{len(runs[0].calls_s):8}{statistics.median(r.outer_s / r.inner_s for r in runs):14.3f}"
             f"{statistics.median(r.mean_us for r in runs):10.0f}"
             f"{statistics.median(r.per_sequence_us for r in runs):13.2f}  "
             f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
@@ -185,11 +210,11 @@ class TurnTakers:
 class StepTimingEngine(EmulatedEngine):
     """Keeps time (s), sequences and admitted prompts of every schedule() call that scheduled anything."""
 
-    def __init__(self, number: int, turns: TurnTakers) -> None:
+    def __init__(self, number: int, turns: TurnTakers, updates: bool) -> None:
         super().__init__(shortcuts=False)
-        self._number, self._turns = number, turns
+        self._number, self._turns, self._updates = number, turns, updates
         self.calls: list[tuple[float, int, int]] = []
-        self._pending_s = 0.0  # of empty calls, which count to the next one
+        self._pending_s = 0.0  # of empty calls and updates, which count to the next call
 
     def prepare(self, core) -> None:  # type: ignore[no-untyped-def]
         schedule, calls = core.scheduler.schedule, self.calls
@@ -205,7 +230,15 @@ class StepTimingEngine(EmulatedEngine):
                 self._pending_s = 0.0
             return output
 
+        def updating(*args, **kwargs):  # type: ignore[no-untyped-def]
+            started = time.thread_time()
+            output = update(*args, **kwargs)
+            self._pending_s += time.thread_time() - started
+            return output
+
         core.scheduler.schedule = timed
+        if self._updates:
+            update, core.scheduler.update_from_output = core.scheduler.update_from_output, updating
 
 
 @dataclass(frozen=True)
@@ -224,7 +257,7 @@ class Calls:
 def pair_of(bench: Bench, policies: tuple[str, str]) -> list[Calls]:
     """The calls of two runs that take turns."""
     turns = TurnTakers()
-    engines = [StepTimingEngine(number, turns) for number in range(2)]
+    engines = [StepTimingEngine(number, turns, bench.updates) for number in range(2)]
 
     def run(number: int) -> None:
         turns.begin(number)
@@ -243,11 +276,9 @@ def pair_of(bench: Bench, policies: tuple[str, str]) -> list[Calls]:
     return found
 
 
-def fitted(chosen: list[str], rounds: int, requests: int, concurrency: int, speculative: str | None) -> None:
-    """Print the fit of stock's calls, and each policy's time against what stock's code would take for its steps."""
-    sizes = (concurrency // 4, concurrency // 2)
-    smaller = [pair_of(bench_at(requests, size, speculative), (STOCK, STOCK))[0] for size in sizes]
-    bench = bench_at(requests, concurrency, speculative)
+def fitted(chosen: list[str], rounds: int, bench: Bench, smaller: list[Bench]) -> None:
+    """Print the fit of stock's calls (also at ``smaller`` loads), each policy's time against it."""
+    few = [pair_of(less, (STOCK, STOCK))[0] for less in smaller]
     print(f"{'schedule()':32}{'calls':>14}{'fixed us':>10}{'us/seq.':>9}{'us/prompt':>11}  ", end="")
     print("per sequence, to stock; predicted; measured/predicted (smallest to largest)")
     for policy in (STOCK, *chosen):
@@ -258,7 +289,7 @@ def fitted(chosen: list[str], rounds: int, requests: int, concurrency: int, spec
             pairs.append(tuple(calls if number % 2 == 0 else calls[::-1]))
         ratios, predicted, costs = [], [], []
         for stock, mine in pairs:
-            known = [*smaller, stock]
+            known = [*few, stock]
             shapes, seconds = np.vstack([one.shapes for one in known]), np.concatenate([one.seconds for one in known])
             sequences = shapes[:, 1]  # relative errors count, or calls with many sequences would decide alone
             cost = np.linalg.lstsq(shapes / sequences[:, None], seconds / sequences, rcond=None)[0]
@@ -279,10 +310,14 @@ def fitted(chosen: list[str], rounds: int, requests: int, concurrency: int, spec
 
 
 class CountingEngine(EmulatedEngine):
-    """Counts the opcodes of schedule(): of vLLM and of the plugin; and the sequences that it scheduled."""
+    """Counts the opcodes of schedule(): of vLLM and of the plugin; and the sequences that it scheduled.
 
-    def __init__(self) -> None:
+    ``updates``: of update_from_output() too.
+    """
+
+    def __init__(self, updates: bool) -> None:
         super().__init__(shortcuts=False)
+        self._updates = updates
         self.vllm = self.plugin = self.sequences = 0
 
     def prepare(self, core) -> None:  # type: ignore[no-untyped-def]
@@ -300,23 +335,28 @@ class CountingEngine(EmulatedEngine):
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
             return of_plugin if "vllm_eb" in frame.f_code.co_filename else of_vllm
 
-        def counted(*args, **kwargs):  # type: ignore[no-untyped-def]
+        def traced(method: Any, *args: Any, **kwargs: Any) -> Any:
             sys.settrace(called)
             try:
-                output = schedule(*args, **kwargs)
+                return method(*args, **kwargs)
             finally:
                 sys.settrace(None)
+
+        def counted(*args, **kwargs):  # type: ignore[no-untyped-def]
+            output = traced(schedule, *args, **kwargs)
             self.sequences += len(output.num_scheduled_tokens)
             return output
 
         core.scheduler.schedule = counted
+        if self._updates:
+            core.scheduler.update_from_output = partial(traced, core.scheduler.update_from_output)
 
 
 def opcodes(bench: Bench, chosen: list[str]) -> None:
     stock = 0.0
     print(f"{'opcodes per scheduled sequence':32}{'vLLM':>10}{'plugin':>10}{'with/without':>14}{'to stock':>10}")
     for policy in (STOCK, *chosen):
-        engine = CountingEngine()
+        engine = CountingEngine(bench.updates)
         engine.run(bench.plan, parse_policy(policy), bench.device, bench.options)
         whole = (engine.vllm + engine.plugin) / engine.sequences
         stock = stock or whole
@@ -341,12 +381,12 @@ def speed(concurrency: int, requests: int) -> None:
         )
 
 
-def bench_at(requests: int, concurrency: int, speculative: str | None = None) -> Bench:
+def bench_at(requests: int, concurrency: int, speculative: str | None = None, *, updates: bool = False) -> Bench:
     """A closed loop of ``concurrency`` clients."""
     plan = build_plan("sharegpt", num_prompts=requests, max_concurrency=concurrency, source="profile", with_text=False)
     drafts = None if speculative is None else parse_speculative(speculative)
     device = load_device("rtx-pro-6000", "qwen3-8b", speculative=drafts)
-    return Bench(plan, device, EngineOptions(max_num_seqs=concurrency, speculative=speculative))
+    return Bench(plan, device, EngineOptions(max_num_seqs=concurrency, speculative=speculative), updates)
 
 
 def main() -> None:
@@ -358,14 +398,16 @@ def main() -> None:
     parser.add_argument("--speed-requests", type=int, default=6000, help="0 leaves the speed measurement out")
     parser.add_argument("--speed-concurrency", type=int, default=2048)
     parser.add_argument("--speculative", help="as of `ebbench run`")
+    parser.add_argument("--updates", action="store_true", help="update_from_output() too")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--count", action="store_true", help="opcodes instead of times")
     kind.add_argument("--fit", action="store_true", help="times against what stock would take for the same steps")
     asked = parser.parse_args()
+    make = partial(bench_at, asked.requests, speculative=asked.speculative, updates=asked.updates)
+    bench = make(asked.concurrency)
     if asked.fit:
-        fitted(asked.policy, asked.rounds, asked.requests, asked.concurrency, asked.speculative)
+        fitted(asked.policy, asked.rounds, bench, [make(asked.concurrency // 4), make(asked.concurrency // 2)])
         return
-    bench = bench_at(asked.requests, asked.concurrency, asked.speculative)
     if asked.count:
         opcodes(bench, asked.policy)
         return

@@ -77,6 +77,20 @@ def test_a_taken_port_comes_with_the_remedy() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        ("NotImplementedError: Unsupported speculative method: 'mtp'", "no layers for multi-token prediction"),
+        ("ValueError: num_speculative_tokens was provided but without speculative model.", 'head as "model"'),
+        ("ValueError: num_speculative_tokens must be provided with speculative model", '"num_speculative_tokens"'),
+    ],
+)
+def test_drafts_that_a_server_cannot_make_come_with_the_remedy(error: str, remedy: str) -> None:
+    said = explain(f"Traceback (most recent call last):\n  File 'x'\n{error}\n")
+    assert said.startswith(error)
+    assert remedy in said
+
+
 def test_an_exception_of_this_process_is_told_alike() -> None:
     assert error_reason(ValueError("no such type\nand more")) == "ValueError: no such type"
 

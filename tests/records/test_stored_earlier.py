@@ -21,7 +21,7 @@ STORED = Path(__file__).parents[1] / "data" / "stored"
 LOG = Path(__file__).parents[1] / "data" / "logs" / "aiperf.jsonl"
 
 
-def test_a_run_with_sentences_is_shown_as_it_was_with_codes_where_it_has_them(tmp_path: Path) -> None:
+def test_a_run_with_sentences_is_shown_with_the_codes_it_has(tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(STORED / "http_run", run)
     shown = CliRunner().invoke(app, ["show", str(run)])

@@ -224,7 +224,8 @@ def test_a_query_that_computes_ends_at_a_signal(runs: Path, number: signal.Signa
     wait_until(lambda: cpu_s(process.pid) > 5, "no query began")  # far more than it takes to begin
     process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stderr.decode()) == (130, "error: interrupted\n")
+    assert process.returncode == 130
+    assert stderr.decode().endswith("error: interrupted\n")  # after a line of progress where the machine is busy
 
 
 def test_a_folder_without_runs_exits_with_3(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ N_GRAMS = {
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("policy", ["v1", "marginal:draft=adaptive"])
+@pytest.mark.parametrize("policy", [pytest.param("v1", marks=pytest.mark.nightly), "marginal:draft=adaptive"])
 def test_answers_and_counters_of_a_server_tell_the_same(policy: str, small_model_folder: Path, tmp_path: Path) -> None:
     options = ("--speculative-config", json.dumps(N_GRAMS), "--per-request-spec-decode-metrics", "summary")
     with server(small_model_folder, policy, tmp_path / "server.log", *options) as url:
