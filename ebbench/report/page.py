@@ -95,7 +95,12 @@ def _panel(alt: Any, title: str, height: int, *layers: Any) -> Any:
 
 
 def _time(alt: Any, title: str | None = None) -> Any:
-    return alt.X("t:Q", title=title, scale=alt.Scale(nice=False, zero=True), axis=alt.Axis(labelFlush=True))
+    return alt.X(
+        "t:Q",
+        title=title,
+        scale=alt.Scale(nice=False, zero=True),
+        axis=alt.Axis(labelFlush=True, labelExpr="datum.label + ' s'"),
+    )
 
 
 def _modes(alt: Any) -> Any:

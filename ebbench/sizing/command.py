@@ -24,7 +24,7 @@ from ebbench.runs.api_server import ApiServerBusyError, again_if_busy, left_out
 from ebbench.runs.prepare import Series, device_of, parse_series
 from ebbench.sizing.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
 from ebbench.sizing.limits import LatencyLimits, limits_of
-from ebbench.sizing.prober import RunProber, one_server
+from ebbench.sizing.prober import Pace, RunProber, one_server
 from ebbench.spec.commands import SearchCommand, asked_of
 from ebbench.spec.run import stored_form
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME
@@ -243,10 +243,12 @@ def _search_all(done: Searched, system: _System, messages: Console, probes: Path
     messages.say(system.sentence, quiet=quiet)
     messages.say(sentences.announce(search.limits, search.by_concurrency), quiet=quiet)
     try:
+        pace = Pace()
         for index, policy in enumerate(series.policies):
+            pace.policies_left, pace.left = len(series.policies) - index - 1, 0
             prober = RunProber(
                 replace(series, policies=(policy,)), search.scenario, search.by_concurrency, system.device,
-                system.engine, messages, probes, quiet=quiet,
+                system.engine, messages, probes, quiet=quiet, pace=pace,
             )  # fmt: skip
             budget = _budget(search, begun, len(series.policies) - index)
             with one_server(prober) as kept:
@@ -332,7 +334,7 @@ def _search(
     if kind == "real" and not prober.quiet:
         line = f"{prober.spec.name}: first {config.alone} sessions one at a time, which shows what can be had at best"
         messages.say(line)
-    return search_capacity(config, prober, budget, prober.earlier(), seen)
+    return search_capacity(config, prober, budget, prober.earlier(), seen, prober.pace.ahead)
 
 
 def _show(done: Searched, output: CapacityOutput) -> None:

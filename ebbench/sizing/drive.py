@@ -91,6 +91,27 @@ def next_load(search: SearchSettings, probes: Sequence[Probe]) -> float | None:
     return _refined(search, probes, estimated) if again is None and estimated.half_width > search.precision else again
 
 
+USUAL_PROBES = 10
+"""Probes of a whole search, before its first one tells more."""
+_REFINING = 4
+"""Probes from a narrow bracket to the end, before a fit tells more."""
+
+
+def probes_left(search: SearchSettings, probes: Sequence[Probe]) -> int:
+    """About how many more probes a search takes: for its progress, no promise."""
+    if not probes:
+        return USUAL_PROBES
+    low, high = bracket(search, probes)
+    if low is None or high is None:
+        return max(USUAL_PROBES - len(probes), _REFINING + 1)
+    if high / low > NARROW:
+        return math.ceil(math.log2(math.log(high / low) / math.log(NARROW))) + _REFINING
+    reached = estimate(search, probes)
+    if not reached.fitted or not math.isfinite(reached.half_width):
+        return _REFINING
+    return max(1, math.ceil(len(probes) * ((reached.half_width / search.precision) ** 2 - 1)))
+
+
 def _lower(search: SearchSettings, lowest: float) -> float | None:
     if lowest <= (1 if search.integer else _LOWEST * search.start):
         return None
@@ -266,9 +287,11 @@ def search_capacity(
     budget: SearchBudget,
     earlier: Sequence[tuple[float, Run]] = (),
     seen: Callable[[ProbeReading, Estimate], None] = lambda _reading, _estimate: None,
+    ahead: Callable[[int], None] = lambda _probes: None,
 ) -> SearchOutcome:
     """Search until the interval is narrow enough. ``earlier``: loads and runs of a search that was stopped.
 
+    ``seen`` gets each probe with the estimate after it, ``ahead`` before each probe how many are probably left.
     Raises RunError if runs fail.
     """
     alone = _measure_alone(config, prober)
@@ -290,6 +313,8 @@ def search_capacity(
         )
         if stopped:
             break
+        left = probes_left(search, _probes(judged(config, readings), decides=True))
+        ahead(min(left, budget.probes - len(readings)))
         run = prober.probe(load, sessions, config.seed + len(readings))
         readings.append(read(run, load, sessions))
         known = judged(config, readings)

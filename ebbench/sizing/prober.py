@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbench.records.run import MANIFEST, Run, slug, unused
+from ebbench.render.live import in_words
 from ebbench.runs.execute import measured, planned
+from ebbench.sizing.drive import USUAL_PROBES
 
 if TYPE_CHECKING:
     from ebbench.devices.base import Device
@@ -18,6 +20,27 @@ if TYPE_CHECKING:
     from ebbench.render.documents import Console
     from ebbench.runs.prepare import Series
     from vllm_eb.policy import PolicySpec
+
+
+@dataclass
+class Pace:
+    """How long the probes of a search took (s), and about how many are left: of this policy, and policies after it."""
+
+    policies_left: int = 0
+    left: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+    def ahead(self, probes: int) -> None:
+        """About so many probes of this policy are left."""
+        self.left = probes
+
+    @property
+    def to_go(self) -> str:
+        """``, search about 4 min to go``; empty before the first probe has ended."""
+        if not self.seconds:
+            return ""
+        probes = self.left + self.policies_left * USUAL_PROBES
+        return f", search about {in_words(probes * sum(self.seconds) / len(self.seconds))} to go"
 
 
 @dataclass(frozen=True)
@@ -36,6 +59,7 @@ class RunProber:
     messages: Console
     folder: Path
     quiet: bool = False
+    pace: Pace = field(default_factory=Pace)
 
     @property
     def spec(self) -> PolicySpec:
@@ -77,10 +101,13 @@ class RunProber:
         plan = planned(series, seed, self.device, self.messages, quiet=self.quiet)
         ready = series.prepared(self.spec, plan, self.device, self.engine)
         number = 1 + sum(1 for _ in self.folder.glob(f"{slug(self.spec.name)}-*-seed*/{MANIFEST}"))
-        label = f"{self.spec.name}, probe {number}, {load}"
+        label = f"{self.spec.name}, probe {number}, {load}{self.pace.to_go}"
+        began_s = time.monotonic()
         run = measured(ready, where, label, self.messages, quiet=self.quiet, brief=True).run
         if run.manifest.interrupted:
             raise KeyboardInterrupt
+        if self.pace.left:  # not requests one at a time
+            self.pace.seconds.append(time.monotonic() - began_s)
         return run
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbench.sizing.drive import next_load
+from ebbench.sizing.drive import next_load, probes_left
 from ebbench.sizing.estimate import (
     Estimate,
     MetCounts,
@@ -21,6 +21,7 @@ from ebbench.sizing.estimate import (
     estimate,
     supported,
 )
+from ebbench.sizing.prober import Pace
 
 SERVICE_S, SHARE = 0.05, 0.95
 
@@ -57,6 +58,28 @@ def search_queue(trial: int, limit_s: float, customers: int = 5000, precision: f
     while len(probes) < 60 and (load := next_load(search, probes)) is not None:
         probes.append(queue_probe(load, 1000 * trial + len(probes), limit_s, customers))
     return estimate(search, probes)
+
+
+def test_the_probes_left_are_about_those_that_follow() -> None:
+    errors = []
+    for trial in range(8):
+        search = SearchSettings((Requirement("ttft", SHARE),), start=5.0, precision=0.02)
+        probes: list[Probe] = []
+        expected = []
+        while (load := next_load(search, probes)) is not None:
+            expected.append(probes_left(search, probes))
+            probes.append(queue_probe(load, 1000 * trial + len(probes), 0.3))
+        errors += [count - (len(probes) - done) for done, count in enumerate(expected)]
+        assert min(expected) >= 1
+    assert abs(np.median(errors)) <= 4
+
+
+def test_the_pace_of_probes_tells_when_a_search_ends() -> None:
+    pace = Pace(policies_left=1)
+    assert pace.to_go == ""
+    pace.ahead(5)
+    pace.seconds += [10.0, 14.0]
+    assert pace.to_go == ", search about 3 min to go"
 
 
 @pytest.mark.parametrize("limit_s", [0.1, 0.3])
