@@ -1,5 +1,6 @@
-"""``python -m ebbench.client CONTROL WAKE_UP [OTHER_WAKE_UP ...]``: the worker process.
+"""``python -m ebbench.client CONTROL WAKE_UP [OTHER_WAKE_UP ...]``: a worker of a program that imports ebbench.
 
+A command's worker is a copy of the command (:class:`ebbench.process.child.ForkedChild`).
 The arguments are descriptors of inherited sockets; the assignment comes over the control socket. The process is started
 without multiprocessing: the main module of the calling program is not imported a second time and nothing is pickled.
 """

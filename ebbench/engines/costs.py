@@ -113,7 +113,8 @@ def _drafts(policies: Sequence[PolicySpec], model: str, vllm_options: Sequence[s
     from ebbench.devices.profiles import find_model
 
     _check_varying(policies, vllm_options)
-    config = served_drafts(vllm_options)
+    if not (config := served_drafts(vllm_options)):
+        return None
     method, tokens = (
         str(config.get("method", config.get("model", ""))).strip("[]"),
         config.get("num_speculative_tokens"),
