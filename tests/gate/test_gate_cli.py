@@ -276,10 +276,10 @@ def test_compare_needs_two_policies_and_a_known_baseline(measured: Path) -> None
 
 
 def test_a_missing_library_is_one_line_with_the_command(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    monkeypatch.setitem(sys.modules, "scipy.special", None)
     done = invoke("gate", measured / "v1", measured / "copy")
     assert done.exit_code == 4
-    assert done.stderr.endswith("a paired comparison needs scipy; install it with: pip install ebbench\n")
+    assert done.stderr.endswith("an interval needs scipy; install it with: pip install ebbench\n")
 
 
 def test_a_baseline_may_have_any_name(measured: Path, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ STARTS = """
     done = subprocess.run(words, env=variables, cwd="/usr", pass_fds=[passed], stdout=subprocess.PIPE)
     assert done.returncode == 7, done
     assert os.path.isdir(folder.name), "removed by the child"
-    print(done.stdout.decode())
+    print(done.stdout.decode(), flush=True)  # exec drops what is buffered
     template.execvp(words[0], words) if sys.argv[1] == "forked" else os.execvp(words[0], words)
 """
 
