@@ -36,11 +36,11 @@ def n_grams(folder: Path) -> Drafter:
     return Drafter(small_model.build(folder / "model"), config)
 
 
-def mtp(folder: Path) -> Drafter:
+def mtp(folder: Path, *, spells: bool = False) -> Drafter:
     """MiMo: a Qwen2 model and a layer for multi-token prediction, in one checkpoint."""
     import torch
 
-    model = small_model.build(folder / "model", change=0.3)
+    model = small_model.build(folder / "model", spells=spells, change=0.3)
     small_model.write_config(model, architectures=["MiMoForCausalLM"], model_type="qwen2", num_nextn_predict_layers=1)
     norms_of_qwen3 = (".q_norm.", ".k_norm.")
     weights = {
@@ -59,9 +59,9 @@ def mtp(folder: Path) -> Drafter:
     return Drafter(model, {"method": "mtp", "num_speculative_tokens": TOKENS})
 
 
-def eagle(folder: Path) -> Drafter:
+def eagle(folder: Path, *, spells: bool = False) -> Drafter:
     """The head's layer adds nothing to the last token's embedding."""
-    model = small_model.build(folder / "model", change=0.3)
+    model = small_model.build(folder / "model", spells=spells, change=0.3)
     return _headed("eagle", model, folder / "head", _silent_layer("layers.0") | {"fc.weight": _first_half()})
 
 

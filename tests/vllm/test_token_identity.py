@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.emulation import CALIBRATION, drafting_device
-from tests.vllm.small_drafters import DRAFTERS, TOKENS, Drafter
+from tests.vllm.small_drafters import DRAFTERS, TOKENS, Drafter, eagle, mtp
 from tests.vllm.small_model import VOCABULARY
 from vllm_eb.config import SCHEDULER, additional_config
 from vllm_eb.policy import parse_policy
@@ -58,15 +58,20 @@ def prompts() -> list[tuple[list[int], int]]:
 
 
 def serve(
-    folder: Path, policy: str, sent_again: list[str] | None = None, speculative: Mapping[str, Any] | None = None
+    folder: Path,
+    policy: str,
+    sent_again: list[str] | None = None,
+    speculative: Mapping[str, Any] | None = None,
+    regex: str | None = None,
 ) -> Served:
     """All requests through vLLM's engine on the CPU, at most CONCURRENCY at a time, some aborted midway.
 
     ``sent_again`` gets the ids of requests that came back to the worker's batch with their tokens. ``speculative``: how
-    tokens are drafted.
+    tokens are drafted. ``regex``: what the answer of every fourth request must be.
     """
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
     plain = policy == "v1"
@@ -96,6 +101,8 @@ def serve(
             number, (prompt, output) = left.pop(0)
             name = f"r{number}"
             params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+            if regex is not None and number % 4 == 1:
+                params.structured_outputs = StructuredOutputsParams(regex=regex)
             engine.add_request(name, {"prompt_token_ids": prompt}, params)
             open_requests[name] = output // 2 if number % (REQUESTS // ABORTED) == 0 else 0
         for output in engine.step():
@@ -254,6 +261,19 @@ def test_answers_are_those_of_v1_with_drafts(
         shorter = min(len(tokens), len(drafted.answers[name]))
         assert drafted.answers[name][:shorter] == tokens[:shorter], name
         assert shorter >= 4
+
+
+@pytest.mark.parametrize("policy", ["v1", "eb:theta=0.3", pytest.param("marginal", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("drafting", [eagle, pytest.param(mtp, marks=pytest.mark.nightly)])
+def test_structured_answers_with_drafts_are_those_without(
+    drafting: Callable[..., Drafter], policy: str, tmp_path: Path
+) -> None:
+    drafter = drafting(tmp_path, spells=True)
+    plain = serve(drafter.model, "v1", regex="[a-h]{60}")
+    drafted = serve(drafter.model, policy, speculative=drafter.config, regex="[a-h]{60}")
+    assert drafted.counted["accepted"] > 50
+    for name, tokens in plain.answers.items():
+        assert drafted.answers[name][: len(tokens)] == tokens[: len(drafted.answers[name])], name
 
 
 def test_only_aborted_requests_have_shortened_answers(served: dict[str, Served]) -> None:
