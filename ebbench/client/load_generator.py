@@ -251,6 +251,15 @@ async def _made_ready(
     return _Ready(served, version, dropped, reset)
 
 
+async def _nodes(
+    stack: AsyncExitStack, url: ServerUrl, options: ClientOptions, environ: Mapping[str, str]
+) -> Sequence[ClientNode]:
+    """One client on each node of a Ray cluster; they end with ``stack``."""
+    from ebbench.client.nodes import client_nodes
+
+    return await stack.enter_async_context(client_nodes(str(url), options, environ))
+
+
 async def _drive(
     url: ServerUrl,
     plan: Plan,
@@ -263,11 +272,7 @@ async def _drive(
     id_prefix = options.id_prefix if options.id_prefix is not None else f"{token_hex(4)}-"
     async with AsyncExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
-        nodes = None
-        if options.on_nodes:
-            from ebbench.client.nodes import client_nodes
-
-            nodes = await stack.enter_async_context(client_nodes(str(url), options, environ))
+        nodes = await _nodes(stack, url, options, environ) if options.on_nodes else None
         server = await stack.enter_async_context(ServerQueries(url, options, environ))
         ready = await _made_ready(server, url, table, plan, options, environ)
         served, dropped = ready.served, ready.dropped

@@ -20,8 +20,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from ebbench.config.declare import Setting, named_settings, split_pairs
+from ebbench.config.declare import MOST_SECONDS, Setting, named_settings, split_pairs
 from ebbench.errors import UsageError
+from vllm_eb.settings import MOST_COUNT
 
 PIPELINE = (
     "pipeline parallelism is not modelled: there is no measured run with several stages to validate the gaps between "
@@ -96,6 +97,15 @@ class PoolSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return self.units * self.tp
 
 
+SLOWEST_GB_PER_S = 1e-6
+"""Slowest link between instances; a transfer over a slower one would outlast the nanoseconds of a simulation."""
+
+
+def _check_ms(key: str, value: float) -> None:
+    if not 0 <= value <= 1e3 * MOST_SECONDS:
+        raise ValueError(f"{key} must be at least 0 and at most {1e3 * MOST_SECONDS:g}, not {value:g}")
+
+
 class TransferSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """KV transfer from prefill to decode instances. Defaults are those of vLLM's P2P NCCL connector.
 
@@ -123,9 +133,14 @@ class TransferSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             value = getattr(self, key)
             if value is not None and not value > 0:
                 raise ValueError(f"{key} must be positive, not {value:g}")
+        if self.bandwidth_gb_per_s is not None and self.bandwidth_gb_per_s < SLOWEST_GB_PER_S:
+            raise ValueError(
+                f"bandwidth_gb_per_s must be at least {SLOWEST_GB_PER_S:g}, not {self.bandwidth_gb_per_s:g}"
+            )
+        if (self.kv_bytes_per_token or 0) > MOST_COUNT:
+            raise ValueError(f"kv_bytes_per_token must be at most {MOST_COUNT:,}, not {self.kv_bytes_per_token:,}")
         for key in ("latency_ms", "save_ms_per_layer"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"{key} must not be negative")
+            _check_ms(key, getattr(self, key))
 
 
 class TopologySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -147,8 +162,7 @@ class TopologySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ValueError("a topology with pools needs both prefill and decode")
         if (self.replicas is None) == (self.prefill is None):
             raise ValueError("a topology has either replicas, or prefill and decode")
-        if self.network_ms < 0:
-            raise ValueError("network_ms must not be negative")
+        _check_ms("network_ms", self.network_ms)
 
     @property
     def disaggregated(self) -> bool:

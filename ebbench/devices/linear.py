@@ -57,6 +57,9 @@ GIVEN = "linear:"
 """Prefix of the name of a device that is given by its constants."""
 
 
+_MOST_KV_TOKENS = 1e15
+
+
 def given_device(name: str, model: str) -> Device:
     """A device given as ``linear:alpha_p,beta_p,alpha_d,beta_d,KV[,kv_token]``: seconds, KV tokens, s per KV token.
 
@@ -69,6 +72,10 @@ def given_device(name: str, model: str) -> Device:
         raise UsageError(
             f"device {name!r} is not {GIVEN}alpha_p,beta_p,alpha_d,beta_d,KV with five or six numbers"
         ) from None
+    if not (1 <= kv_tokens <= _MOST_KV_TOKENS and 0 <= kv_token_s <= 1):
+        raise UsageError(
+            f"device {name!r}: KV must be at least 1 and at most {_MOST_KV_TOKENS:g} tokens, kv_token from 0 to 1 s"
+        )
     costs = Calibration(alpha_p, beta_p, alpha_d, beta_d)
     cost = LinearCost(costs, kv_token_s)
     source, own = "linear cost model, constants as given", identity_given(cost, int(kv_tokens))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ebbench.config.declare import MOST_SECONDS
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml, read_toml
@@ -22,8 +22,8 @@ from ebbench.spec.server import DEFAULT_CLASS, OFF, EngineOptions, HostCosts
 def _check_times(costs: msgspec.Struct) -> None:
     for key in costs.__struct_fields__:
         value = getattr(costs, key)
-        if key.endswith("_us") and not 0 <= value < math.inf:
-            raise ValueError(f"{key} must be 0 or more us, not {value:g}")
+        if key.endswith("_us") and not 0 <= value <= 1e6 * MOST_SECONDS:
+            raise ValueError(f"{key} must be at least 0 and at most {1e6 * MOST_SECONDS:g} us, not {value:g}")
 
 
 class FrontEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -308,6 +308,16 @@ def _check_number(path: Path, name: str, value: object, may_be_zero: bool) -> No
         raise InputFileError(path, f"field {name} must be a number, not {value!r}")
     if value < 0 or (value == 0 and not may_be_zero):
         raise InputFileError(path, f"field {name} must be positive, not {value!r}")
+    least, most = _bounds(name)
+    if value and not least <= value <= most:
+        raise InputFileError(path, f"field {name} must be at least {least:g} and at most {most:g}, not {value!r}")
+
+
+def _bounds(name: str) -> tuple[float, float]:
+    """Least and largest number of a field by its unit; beyond them a step outlasts the nanoseconds of a simulation."""
+    if name.endswith("_per_s"):
+        return 1e6, 1e18
+    return 0.0, MOST_SECONDS if name.endswith("_s") else 1e18 if name.endswith("_bytes") else 1e6
 
 
 @cache

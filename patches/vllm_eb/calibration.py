@@ -313,6 +313,10 @@ def _known_fields(raw: object, cls: type, prefix: str) -> dict[str, Any]:
     return dict(raw)
 
 
+_MOST_S = 1e6
+"""A cost of a step or token beyond it is in another unit."""
+
+
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise CalibrationError(f"{name} must be a finite number, not {value!r}")
@@ -323,4 +327,6 @@ def _cost(name: str, value: object) -> float:
     number = _number(name, value)
     if number < 0.0:
         raise CalibrationError(f"{name} must not be negative, but is {value}")
+    if number > _MOST_S:
+        raise CalibrationError(f"{name} must be at most {_MOST_S:g} s, but is {value}")
     return number

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -218,6 +219,23 @@ def test_every_request_knows_its_unit_and_facts_say_where_it_waited() -> None:
 def test_unknown_topologies_are_refused_with_the_reason(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         parse_topology(text)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("network_ms = 1e300\nreplicas = {}", "network_ms must be at least 0 and at most"),
+        ("replicas = { instances = 1000000000000 }", "at most 10,000 units"),
+        ("prefill = {}\ndecode = {}\ntransfer = { latency_ms = 1e300 }", "latency_ms must be"),
+        ("prefill = {}\ndecode = {}\ntransfer = { bandwidth_gb_per_s = 1e-300 }", "bandwidth_gb_per_s must be"),
+        ("prefill = {}\ndecode = {}\ntransfer = { kv_bytes_per_token = 9999999999999 }", "kv_bytes_per_token must be"),
+    ],
+)
+def test_numbers_that_no_simulation_can_hold_are_refused(line: str, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "topology.toml"
+    path.write_text(f"[topology]\n{line}\n")
+    with pytest.raises(UsageError, match=why):
+        parse_topology(str(path))
 
 
 @pytest.mark.parametrize(

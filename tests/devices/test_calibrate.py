@@ -160,6 +160,9 @@ def test_a_damaged_calibration_is_refused_with_the_field(tmp_path: Path) -> None
     path.write_text('{"alpha_p": 1e-3, "beta_p": -1, "alpha_d": 1e-3, "beta_d": 1e-5}')
     with pytest.raises(InputFileError, match="beta_p must not be negative"):
         measured_calibration(path)
+    path.write_text('{"alpha_p": 1e300, "beta_p": 1e-5, "alpha_d": 1e-3, "beta_d": 1e-5}')
+    with pytest.raises(InputFileError, match="alpha_p must be at most"):
+        measured_calibration(path)
     path.write_text('{"alpha_p": 1e-3, "beta_p": 1e-5, "alpha_d": 1e-3, "beta_d": 1e-5}')
     with pytest.raises(InputFileError, match="grid is missing"):
         measured_calibration(path)

@@ -45,6 +45,13 @@ def test_a_profile_from_a_file_is_a_device(tmp_path: Path) -> None:
         ("memory_bytes = 48_000_000_000", "memory_gb = 48", "memory_gb"),  # a unit that is not known
         ("memory_bytes = 48_000_000_000", "", "memory_bytes is missing"),  # a hole
         ("1e12", "-1e12", "bandwidth_bytes_per_s must be positive"),
+        ("1e12", "1e-300", "bandwidth_bytes_per_s must be at least 1e.06"),
+        ("48_000_000_000", "1e300", "memory_bytes must be at least 0 and at most 1e.18"),
+        (
+            "2e14",
+            "2e14\nhost.default = {step_s = 1e300, sequence_s = 0}",
+            "step_s must be at least 0 and at most 1e.08",
+        ),
         ("2e14", '"fast"', "bf16_flops_per_s must be a number"),
         ("2e14", "nan", "bf16_flops_per_s"),
         ('"a test"', "3", "provenance must be text"),

@@ -57,21 +57,9 @@ def prompts() -> list[tuple[list[int], int]]:
     return found
 
 
-def serve(
-    folder: Path,
-    policy: str,
-    sent_again: list[str] | None = None,
-    speculative: Mapping[str, Any] | None = None,
-    regex: str | None = None,
-) -> Served:
-    """All requests through vLLM's engine on the CPU, at most CONCURRENCY at a time, some aborted midway.
-
-    ``sent_again`` gets the ids of requests that came back to the worker's batch with their tokens. ``speculative``: how
-    tokens are drafted. ``regex``: what the answer of every fourth request must be.
-    """
-    from vllm import SamplingParams
+def _engine(folder: Path, policy: str, speculative: Mapping[str, Any] | None) -> Any:
+    """vLLM's engine on the CPU; ``speculative``: how tokens are drafted."""
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
     plain = policy == "v1"
@@ -89,6 +77,25 @@ def serve(
         )
     )  # fmt: skip
     gc.unfreeze()
+    return engine
+
+
+def serve(
+    folder: Path,
+    policy: str,
+    sent_again: list[str] | None = None,
+    speculative: Mapping[str, Any] | None = None,
+    regex: str | None = None,
+) -> Served:
+    """All requests through vLLM's engine on the CPU, at most CONCURRENCY at a time, some aborted midway.
+
+    ``sent_again`` gets the ids of requests that came back to the worker's batch with their tokens. ``speculative``: how
+    tokens are drafted. ``regex``: what the answer of every fourth request must be.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    engine = _engine(folder, policy, speculative)
     scheduler = engine.engine_core.engine_core.scheduler
     counted = _count(scheduler)
     if sent_again is not None:
