@@ -7,6 +7,8 @@ import pytest
 from ebbench.devices.base import StepShape
 from ebbench.devices.linear import decode_shape, prefill_shape
 from ebbench.devices.loader import load_device
+from ebbench.errors import UsageError
+from vllm_eb.settings import GivenValueError
 
 
 def test_published_coefficients_are_used() -> None:
@@ -35,3 +37,11 @@ def test_without_a_measured_mixed_cost_parts_add_up_and_a_warning_says_so() -> N
 def test_llama_is_known_under_both_its_names() -> None:
     device = load_device("rtx-pro-6000", "llama-3.1-8b", cost="linear")
     assert device.calibration.alpha_d == pytest.approx(0.009764624062893613)
+
+
+@pytest.mark.parametrize(
+    "numbers", ["1e-3,1e-6,1e-3,1e-6,1e300", "1e-3,1e-6,1e-3,1e-6,nan", "1e300,1e-6,1e-3,1e-6,500000"]
+)
+def test_constants_that_no_simulation_can_hold_are_refused(numbers: str) -> None:
+    with pytest.raises((UsageError, GivenValueError), match="at most"):
+        load_device(f"linear:{numbers}", "m")
