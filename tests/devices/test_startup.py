@@ -30,6 +30,7 @@ def test_starts_on_which_nothing_was_set_are_met() -> None:
     assert len(held_out) == 13
     assert median(abs(cell.error) for cell in held_out) < 0.02
     assert all(abs(cell.error) < 0.045 for cell in kv_cells() if cell.model != "gpt-oss-120b")
+    assert all(abs(cell.error) < 0.84 for cell in kv_cells() if cell.model == "gpt-oss-120b")
     assert all(abs(cell.error) < 0.03 for cell in held_out if cell.model not in ("gpt-oss-120b", "gemma-4-26b-a4b"))
 
 
