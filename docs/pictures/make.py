@@ -109,7 +109,7 @@ def live_view(view: Any, place: Path) -> None:
     search = ("capacity", "sharegpt", "--source", "profile", "--policy", "v1", "--device", "h200",
               "--goodput", "ttft:500", "tpot:50", "--output-dir", str(place / "search"))  # fmt: skip
     shown = [line for words in (search, ("fidelity", "--only", "servers")) for line in last_frame(place, words)]
-    console = Console(record=True, file=io.StringIO(), width=104)
+    console = Console(record=True, file=io.StringIO(), width=116)
     for line in shown:
         console.print(Text.from_ansi(line))
     view.set_content(console.export_svg(title="ebbench"))
@@ -119,7 +119,7 @@ def live_view(view: Any, place: Path) -> None:
 def last_frame(place: Path, words: Sequence[str]) -> list[str]:
     """What a terminal shows of a command after 25 s, on a slow machine later: the command, and its line of progress."""
     ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 104))
+    termios.tcsetwinsize(theirs, (24, 116))
     command = [sys.executable, "-m", "ebbench", *words]
     running = subprocess.Popen(command, cwd=place, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"})
     written, frames, began_s = b"", [], time.monotonic()
