@@ -122,7 +122,8 @@ def last_frame(place: Path, words: Sequence[str]) -> list[str]:
     termios.tcsetwinsize(theirs, (24, 116))
     command = [sys.executable, "-m", "ebbench", *words]
     running = subprocess.Popen(command, cwd=place, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"})
-    written, frames, began_s = b"", [], time.monotonic()
+    written, began_s = b"", time.monotonic()
+    frames: list[str] = []
     while time.monotonic() < began_s + 25 or not frames:
         if select.select([ours], [], [], 0.2)[0]:
             written += os.read(ours, 65536)

@@ -254,12 +254,13 @@ class Connections(Generic[W]):
     def take(self) -> W | None:
         """An idle connection that is not too old, or None."""
         self._close_old()
+        connection: W | None = None
         if self._idle and self._stays_open:
             connection = self._idle.pop()
         elif self._idle and time.monotonic_ns() - self._idle[0].idle_since_ns >= _CLOSED_SOON_NS:
             connection = self._idle.popleft()
-        else:
-            connection = self._ahead.popleft() if self._ahead else None
+        elif self._ahead:
+            connection = self._ahead.popleft()
         if connection is not None:
             self._begin_use(connection, time.monotonic_ns())
         if self._wants_more() and self.refill is None:
