@@ -31,10 +31,12 @@ from ebbench.devices.linear import (
     LEAST_FIXED_S,
     SOURCE,
     LinearCost,
+    RooflineCost,
     cost_grid,
     fit_calibration,
     given_device,
     published_calibration,
+    roofline_cost,
 )
 from ebbench.devices.profiles import (
     DeviceProfile,
@@ -45,7 +47,6 @@ from ebbench.devices.profiles import (
     has_other_shape,
     measured_name,
 )
-from ebbench.devices.roofline import RooflineCost, roofline_cost
 from ebbench.devices.surfaces import has_joint_tables
 from ebbench.devices.table import TableCost, table_cost
 from ebbench.errors import UnknownNameError, UsageError

@@ -49,7 +49,7 @@ from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts
 from vllm_eb.policy import PolicySpec
 
 if TYPE_CHECKING:
-    from ebbench.devices.roofline import RooflineCost
+    from ebbench.devices.linear import RooflineCost
     from ebbench.devices.table import TableCost
 
 
@@ -103,7 +103,7 @@ def said_of_run(device: Device, batches: Batches, warnings: Iterable[RunWarning]
 
 def _sized(said: RunWarning, device: Device, batches: Batches) -> RunWarning | None:
     """A caveat with its size in such a run; None if it does not matter to it."""
-    from ebbench.devices.roofline import RooflineCost
+    from ebbench.devices.linear import RooflineCost
     from ebbench.devices.table import TableCost
 
     profile, request, cost = device.profile, device.request, device.cost

@@ -13,8 +13,7 @@ import pyarrow.compute as pc
 
 from ebbench.config.declare import MOST_SECONDS, named_settings, settings_of
 from ebbench.errors import UsageError
-from ebbench.records.content import with_block_tokens
-from ebbench.records.plan import Plan
+from ebbench.records.plan import Plan, with_block_tokens
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.records.warnings import RunWarning, warning
 from ebbench.traffic.arrivals import substream

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from ebbench.errors import InputFileError
+from ebbench.foreign.documents import visible
 from ebbench.records.warnings import RunWarning
-from ebbench.untrusted import visible
 from ebbench.workloads.files import LogFile, LogRecord
 from ebbench.workloads.log_columns import Columns
 from ebbench.workloads.tokens import BYTES_PER_TOKEN, TokenCounter, token_counter

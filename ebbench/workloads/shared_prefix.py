@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from ebbench.errors import UsageError
-from ebbench.records.content import CHUNK_TOKENS
+from ebbench.records.plan import CHUNK_TOKENS
 from ebbench.traffic.arrivals import substream
 from ebbench.workloads.options import PlanOptions
 from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, int_lists, ints

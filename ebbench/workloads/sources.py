@@ -10,7 +10,6 @@ import numpy as np
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.records.warnings import RunWarning, warning
 from ebbench.traffic.arrivals import substream
-from ebbench.workloads.fitted import draw_fitted
 from ebbench.workloads.requests import Int64s, Requests, single_turn, with_history
 from ebbench.workloads.spec import Profile, Selection, Turns, WorkloadSpec
 
@@ -70,6 +69,8 @@ def gather(workload: WorkloadSpec, profile: Profile, source: str, selection: Sel
 
         return from_hub(workload, selection)
     if workload.fitted is not None and not selection.lengths_set:
+        from ebbench.workloads.fitted import draw_fitted
+
         facts = {"source": "fitted", "source_reason": f"distributions in the file of {workload.name}"}
         drawn = draw_fitted(workload.fitted, selection.sessions, selection.seed, selection.rate_scale)
         return replace(drawn, facts=facts)
