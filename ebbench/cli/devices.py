@@ -11,7 +11,7 @@ import typer
 from ebbench.config.declare import DEFAULT_MODEL
 from ebbench.config.options import completing
 from ebbench.process.command_line import Command
-from ebbench.spec.options import Tp, setting
+from ebbench.spec.commands import Tp, setting
 
 if TYPE_CHECKING:
     from ebbench.devices.describe import DeviceFacts

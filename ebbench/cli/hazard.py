@@ -11,7 +11,7 @@ import typer
 
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.config.options import completing, refuse_unused
-from ebbench.spec.options import setting
+from ebbench.spec.commands import setting
 
 if TYPE_CHECKING:
     from ebbench.hazard import Hazard

@@ -11,9 +11,9 @@ import numpy as np
 
 from ebbench.devices import library
 from ebbench.devices.base import SINGLE, Parallel
+from ebbench.devices.costs import BANDWIDTH_SHARE, COMPUTE_SHARE
 from ebbench.devices.geometry import WEIGHT_BITS, Mixer, ModelGeometry, Product
 from ebbench.devices.kerneltables import select, source
-from ebbench.devices.linear import BANDWIDTH_SHARE, COMPUTE_SHARE
 from ebbench.devices.profiles import DeviceProfile, Link, find_model
 from ebbench.devices.surfaces import Array, increasing, lower_envelope, without_spikes
 from ebbench.errors import UnknownNameError, UsageError

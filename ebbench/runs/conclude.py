@@ -49,8 +49,7 @@ from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts
 from vllm_eb.policy import PolicySpec
 
 if TYPE_CHECKING:
-    from ebbench.devices.linear import RooflineCost
-    from ebbench.devices.table import TableCost
+    from ebbench.devices.costs import RooflineCost, TableCost
 
 
 MATTERS = 0.02
@@ -103,8 +102,7 @@ def said_of_run(device: Device, batches: Batches, warnings: Iterable[RunWarning]
 
 def _sized(said: RunWarning, device: Device, batches: Batches) -> RunWarning | None:
     """A caveat with its size in such a run; None if it does not matter to it."""
-    from ebbench.devices.linear import RooflineCost
-    from ebbench.devices.table import TableCost
+    from ebbench.devices.costs import RooflineCost, TableCost
 
     profile, request, cost = device.profile, device.request, device.cost
     assert profile is not None
@@ -129,7 +127,7 @@ def shown_by_servers(device: Device, batches: Batches) -> list[RunWarning]:
     profile, model, request = device.profile, device.geometry, device.request
     if profile is None or model is None or request is None or not profile.front_end:
         return []
-    from ebbench.devices.table import TableCost
+    from ebbench.devices.costs import TableCost
 
     if not isinstance(device.cost, TableCost):
         return []

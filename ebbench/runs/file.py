@@ -53,7 +53,7 @@ def with_batch_limits(settings: Mapping[str, Any]) -> dict[str, Any]:
     if settings.get("engine", RunSpec.engine) not in VIRTUAL_TIME:
         return dict(settings)
     from ebbench.devices.capacity import batch_limits
-    from ebbench.devices.linear import GIVEN
+    from ebbench.devices.costs import GIVEN
     from ebbench.devices.profiles import find_profile
 
     name = str(settings.get("device") or DEFAULT_DEVICE)

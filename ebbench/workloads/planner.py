@@ -49,8 +49,7 @@ from ebbench.workloads.sessions import (
     with_sessions,
 )
 from ebbench.workloads.shared_prefix import with_shared_prefixes
-from ebbench.workloads.sources import draw_requests, gather
-from ebbench.workloads.spec import Profile, Selection, WorkloadSpec, load_workload
+from ebbench.workloads.spec import Profile, Selection, WorkloadSpec, draw_requests, gather, load_workload
 
 # Assembles a plan from requests and a schedule.
 

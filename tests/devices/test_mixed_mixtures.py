@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from ebbench.devices.base import SINGLE, Parallel
+from ebbench.devices.costs import roofline_cost
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.layers import KERNEL_S, StepArrays, step_arrays
-from ebbench.devices.linear import roofline_cost
 from ebbench.devices.model_config import read_config
 from ebbench.devices.profiles import find_model, find_profile
 from ebbench.errors import InputFileError
