@@ -207,7 +207,15 @@ def gather(workload: WorkloadSpec, profile: Profile, source: str, selection: Sel
         return _from_profile(profile, selection, "synthetic workload")
     if selection.lengths_set:
         return _from_profile(profile, selection, "lengths were set")
-    return _from_either(workload, profile, selection)
+    if workload.hub is None:
+        return _from_profile(profile, selection, "the workload's file names no data set on the hub")
+    from ebbench.workloads.data_sets import UnreadableError, read_hub
+
+    try:
+        return read_hub(workload, selection)
+    except UnreadableError as error:
+        published = warning("published-lengths", workload=workload.name, why=str(error))
+        return _from_profile(profile, selection, str(error), (published,))
 
 
 def _check(workload: WorkloadSpec, source: str, selection: Selection) -> None:
@@ -234,15 +242,3 @@ def _from_profile(
         "output_lengths": profile.output.text,
     }
     return replace(requests, facts=facts, warnings=warnings)
-
-
-def _from_either(workload: WorkloadSpec, profile: Profile, selection: Selection) -> Requests:
-    if workload.hub is None:
-        return _from_profile(profile, selection, "the workload's file names no data set on the hub")
-    from ebbench.workloads.data_sets import UnreadableError, read_hub
-
-    try:
-        return read_hub(workload, selection)
-    except UnreadableError as error:
-        published = warning("published-lengths", workload=workload.name, why=str(error))
-        return _from_profile(profile, selection, str(error), (published,))
