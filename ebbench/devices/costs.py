@@ -14,8 +14,8 @@ import numpy as np
 from ebbench.devices import library
 from ebbench.devices.base import BANDWIDTH_SHARE, COMPUTE_SHARE, SINGLE, CostModel, Device, Drafter, Parallel, StepShape
 from ebbench.devices.geometry import ModelGeometry, decode_flops, pair_flops
-from ebbench.devices.kerneltables import select, source
 from ebbench.devices.layers import GRAPH_TOKENS, MAX_SAMPLED, MAX_TOKENS, step_arrays
+from ebbench.devices.library import select, table_source
 from ebbench.devices.profiles import DATA, DeviceProfile, identity_given, list_devices
 from ebbench.devices.surfaces import (
     KINDS_IN_WORDS,
@@ -564,7 +564,7 @@ def _provenance(profile: DeviceProfile, model: ModelGeometry, host: HostCosts) -
     joint = has_joint_tables(profile.name)
     kinds = ("mixed", "layer") if profile.name == "rtx-4090" else ("gemm", "mixed" if joint else "decode")
     packaged = has_joint_tables(profile.name) or select("gemm", device=profile.name).num_rows
-    tables = "; ".join(dict.fromkeys(source(kind) for kind in kinds)) if packaged else "of the library below"
+    tables = "; ".join(dict.fromkeys(table_source(kind) for kind in kinds)) if packaged else "of the library below"
     mixed = "mixed attention measured" if joint else f"mixed attention: {profile.mixed_note}"
     types = "" if model.plain else f"; weights in {_types(model)}, KV cache in {model.kv_dtype}"
     return f"kernel tables: {tables}; {mixed}{types}; host constants: {host.source}"
