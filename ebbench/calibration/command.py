@@ -20,7 +20,7 @@ from ebbench.calibration.measure import (
 from ebbench.calibration.rounds import measure_steps, start
 from ebbench.config.declare import DEFAULT_DEVICE
 from ebbench.devices.base import Device
-from ebbench.devices.linear import LEAST_FIXED_S
+from ebbench.devices.costs import LEAST_FIXED_S
 from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import find_model
 from ebbench.engines.machine import machine_name

@@ -22,8 +22,8 @@ import pyarrow as pa
 
 from ebbench.config.declare import Setting, parse_values
 from ebbench.devices.base import Device
+from ebbench.devices.costs import fixed_and_each
 from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.linear import fixed_and_each
 from ebbench.engines import machine
 from ebbench.engines.base import Engine, Observer
 from ebbench.errors import DataError, InputFileError, UsageError

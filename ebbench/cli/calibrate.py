@@ -11,8 +11,7 @@ import typer
 
 from ebbench.config.declare import DEFAULT_MODEL
 from ebbench.config.options import completing, grouped
-from ebbench.spec.commands import GridCommand
-from ebbench.spec.options import VllmOptions
+from ebbench.spec.commands import GridCommand, VllmOptions
 
 
 @grouped

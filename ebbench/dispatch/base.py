@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from ebbench.records.content import CHUNK_TOKENS
+from ebbench.records.plan import CHUNK_TOKENS
 
 
 class DispatchRequest(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbench.engines.checks import check_options
+from ebbench.engines.base import check_options
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan

@@ -10,7 +10,7 @@ from typing import Any
 
 from ebbench.analysis.documents import Column, Section, Value, labels, relative
 from ebbench.analysis.statistics import paired_t
-from ebbench.devices.linear import GIVEN
+from ebbench.devices.costs import GIVEN
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import ASYNC_SCHEDULING, SYNTHETIC_WARMUP, VLLM
 from ebbench.papers.published import EB_PAPER, MAIN_MODEL, pick

@@ -16,8 +16,8 @@ from ebbench.analysis.documents import (
     labels,
     relative,
 )  # fmt: skip
+from ebbench.devices.costs import TableCost
 from ebbench.devices.loader import DEFAULT_HOST, load_device
-from ebbench.devices.table import TableCost
 from ebbench.papers.eb.grid import best_of_grid, grid_cells, real_cell
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import (
