@@ -13,7 +13,7 @@ from typing import Literal
 from ebbench.analysis.documents import Column, Section, Value, labels
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import DEFERRED_PAPER, EB_PAPER
-from ebbench.papers.staggered.prefill import STAGGERED_PAPER
+from ebbench.papers.staggered import STAGGERED_PAPER
 from ebbench.papers.table import Content, PaperTable, no_cells
 from ebbench.runs.store import RunStore
 

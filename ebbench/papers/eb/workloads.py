@@ -18,7 +18,7 @@ from ebbench.analysis.documents import (
 )  # fmt: skip
 from ebbench.devices.costs import TableCost
 from ebbench.devices.loader import DEFAULT_HOST, load_device
-from ebbench.papers.eb.grid import best_of_grid, grid_cells, real_cell
+from ebbench.papers.eb.workloads import best_of_grid, grid_cells, real_cell
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import (
     EB_PAPER,

@@ -6,7 +6,7 @@ from typing import Any
 
 from ebbench.analysis.documents import Column, Section, Value, labels, relative
 from ebbench.papers.options import PaperOptions
-from ebbench.papers.staggered.prefill import MODEL, STAGGERED_PAPER, TOPOLOGIES, UNIT, deployed
+from ebbench.papers.staggered import MODEL, STAGGERED_PAPER, TOPOLOGIES, UNIT, deployed
 from ebbench.papers.table import Content, PaperTable, changes, figure, ours
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
