@@ -11,7 +11,6 @@ from ebbench.analysis.sensitivity import Sensitivity, sensitivity
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import protocol_cells, real_protocol, synthetic_protocol
 from ebbench.papers.published import (
-    EB_PAPER,
     GPUS,
     MODELS,
     SYNTHETIC,
@@ -20,7 +19,7 @@ from ebbench.papers.published import (
     model_title,
     pick,
 )  # fmt: skip
-from ebbench.papers.table import Content, PaperTable, Published, beside, figure
+from ebbench.papers.table import PaperTable, Published, Sections, beside, figure
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
 
@@ -94,7 +93,7 @@ def _real_cells(device: str, options: PaperOptions) -> list[RunSpec]:
     return [cell for base in bases for cell in grid_cells(base)]
 
 
-def _real_content(number: int, device: str, options: PaperOptions, store: RunStore) -> Content:
+def _real_sections(device: str, options: PaperOptions, store: RunStore) -> Sections:
     columns = labels("workload", "model", "scheduler")
     for title in _TITLES:
         columns += beside(title)
@@ -110,14 +109,7 @@ def _real_content(number: int, device: str, options: PaperOptions, store: RunSto
                     published = pick(_SENSITIVITY, "value", metric=metric, **where)
                     row += comparison(published, _value(swept, name, scale))[:2]
                 rows.append(tuple(row))
-    notes = (
-        f"Published: {EB_PAPER}, table {number}. Grid: B in {BUDGETS}, N in {BATCHES}; best by requests/s.",
-        "Of the 12 grids one is run by default, Qwen3-8B on ShareGPT; --model and --workload choose others (all: 1,080 "
-        "runs). The whole grid without Gemma and with fewer conversations stands in reports/sweeps.",
-        "CV: standard deviation over mean of all 30; range: best over worst; B-Sens: mean over N of the CV across B; "
-        "N-Sens: mean over B of the CV across N.",
-    )
-    return [Section("", columns, tuple(rows))], notes
+    return [Section("", columns, tuple(rows))]
 
 
 def _value(swept: Sensitivity | None, name: str, scale: float = 1.0) -> float | None:
@@ -134,12 +126,9 @@ def _synthetic_cells(options: PaperOptions) -> list[RunSpec]:
     return [cell for base in bases for cell in grid_cells(base)]
 
 
-def _synthetic_document(options: PaperOptions, store: RunStore) -> Content:
-    columns = labels("workload", "scheduler")
-    columns += (
-        *beside("B"),
-        *beside("N"),
-        Column("loss at published", "change", "ours"),
+def _synthetic_document(options: PaperOptions, store: RunStore) -> Sections:
+    columns = (
+        *labels("workload", "scheduler"), *beside("B"), *beside("N"), Column("loss at published", "change", "ours"),
     )  # fmt: skip
     sections = []
     for device, prefix in (("rtx-pro-6000", "rtxpro6000"), ("h200", "h200")):
@@ -155,25 +144,17 @@ def _synthetic_document(options: PaperOptions, store: RunStore) -> Content:
                 best = _value(swept, "best_budget"), _value(swept, "best_size")
                 rows.append((where["workload"], scheduler, b, best[0], n, best[1], loss))
         sections.append(Section(gpu_title(device), columns, tuple(rows)))
-    notes = (
-        f"Published: {EB_PAPER}, table 16. Loss: our requests/s at the published (B, N) against our best.",
-        "By default the RTX PRO 6000's grids are run; --device h200 has the others.",
-    )
-    return sections, notes
+    return sections
 
 
 _READS = ("model", "workload", "num_prompts", "outputs")
 _PUBLISHED = Published(tuple(GPUS), tuple(MODELS))
 TABLE14, TABLE15 = (
-    PaperTable(
-        f"table{number}", f"grid search on {title}: best configuration, sensitivity",
-        f"Table {number}: best configuration and sensitivity on {title}", partial(_real_cells, device),
-        partial(_real_content, number, device), _READS, whole=False, published_on=_PUBLISHED,
-    )
-    for number, (device, title) in zip((14, 15), GPUS.items(), strict=True)
+    PaperTable(name, partial(_real_cells, device), _READS, partial(_real_sections, device), whole=False,
+               published_on=_PUBLISHED, facts=globals())
+    for name, device in zip(("table14", "table15"), GPUS, strict=True)
 )  # fmt: skip
 TABLE16 = PaperTable(
-    "table16", "grid search on synthetic workloads", "Table 16: best configuration on synthetic workloads",
-    _synthetic_cells, _synthetic_document, ("device", "workload", "num_prompts"), whole=False,
+    "table16", _synthetic_cells, ("device", "workload", "num_prompts"), _synthetic_document, whole=False,
     workloads=tuple(SYNTHETIC), published_on=_PUBLISHED,
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -17,7 +18,6 @@ from ebbench.papers.eb.thresholds import (
     FIGURE12_THETAS,
     PUBLISHED_E2,
     SLOW,
-    SLOW_NOTE,
     best_and_near,
     figure12_cells,
     linear_costs,
@@ -28,8 +28,8 @@ from ebbench.papers.eb.thresholds import (
 )
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import FIGURE3_SEQS, figure3_protocol, fixed_threshold, protocol_cells
-from ebbench.papers.published import EB_PAPER, MAIN_MODEL, SYNTHETIC, gpu_title, model_title, rows
-from ebbench.papers.table import Content, PaperFigure, PaperTable, Published, figure, mean_figure, of_all, ours
+from ebbench.papers.published import MAIN_MODEL, SYNTHETIC, gpu_title, model_title, rows
+from ebbench.papers.table import PaperFigure, PaperTable, Published, Sections, figure, mean_figure, of_all, ours
 from ebbench.render.figures import altair, colour, values
 from ebbench.render.palette import BLACK, BLUE, VERMILION
 from ebbench.runs.store import Measured, RunStore
@@ -131,10 +131,8 @@ def _chart3(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 FIGURE3 = PaperFigure(
-    "figure3", "throughput and TPOT over fixed k, the controller and v1", _cells3, _chart3,
-    "Solid: ours (engine sim, run as `ebbench fidelity` does: N = 1024, B as published, 100 warm-up requests). Dashed "
-    "with crosses: published (eb-vllm); its fixed-k points were read off a figure by the authors.",
-    ("device", "model", "num_prompts"), whole=False, published_on=Published(("h200",), (MAIN_MODEL,)),
+    "figure3", _cells3, ("device", "model", "num_prompts"), _chart3, whole=False,
+    published_on=Published(("h200",), (MAIN_MODEL,)),
 )  # fmt: skip
 
 
@@ -152,14 +150,6 @@ CORRECTIONS = {
 }
 CORRECTION_BATCH, BUDGET, WARMUP = 256, 65536, 100  # a refill of the whole batch is one step, as in the paper's model
 MEAN_INPUT, MEAN_OUTPUT, COUNT = 128, 512, 3000
-_CORRECTION_NOTES = (
-    "Not a table of the paper. Output tokens/s of the online threshold in per cent of the best fixed one of "
-    f"{', '.join(f'{theta:g}' for theta in THETAS)}. Engine sim, step times linear in tokens as the controller is "
-    f"told, N = {CORRECTION_BATCH}, B = {BUDGET}; mean {MEAN_INPUT} in and {MEAN_OUTPUT} out, {WARMUP} requests to "
-    "warm up.",
-    "theorem 3.2: as published; off: theta0 alone; renewal: ours, with the ages that requests have (docs/theory.md).",
-    f"{SLOW_NOTE}.",
-)
 
 
 def _correction_costs(options: PaperOptions) -> dict[str, str]:
@@ -202,19 +192,19 @@ def _correction_section(options: PaperOptions, store: RunStore, title: str, devi
     return Section(title, columns, tuple(rows))
 
 
-def _correction_content(options: PaperOptions, store: RunStore) -> Content:
-    sections = [
-        _correction_section(options, store, title, device) for title, device in _correction_costs(options).items()
-    ]
+def _correction_sections(options: PaperOptions, store: RunStore) -> Sections:
+    return [_correction_section(options, store, title, costs) for title, costs in _correction_costs(options).items()]
+
+
+def _correction_runs(options: PaperOptions, _store: RunStore, _sections: Sections) -> Iterator[str]:
     count = options.num_prompts or COUNT
-    runs = f"{count:,} requests on {gpu_title(options.device())}, {model_title(options.model())}."
-    return sections, (*_CORRECTION_NOTES, runs)
+    yield f"{count:,} requests on {gpu_title(options.device())}, {model_title(options.model())}."
 
 
 CORRECTION = PaperTable(
-    "corrections", "the online threshold by its correction (ours)", "The online threshold by its correction",
-    _correction_cells, _correction_content, ("device", "model", "num_prompts", "seeds"), whole=False,
-    published_on=Published((DEFAULT_DEVICE,), (DEFAULT_MODEL,)),
+    "corrections", _correction_cells, ("device", "model", "num_prompts", "seeds"), _correction_sections,
+    findings=_correction_runs, whole=False, published_on=Published((DEFAULT_DEVICE,), (DEFAULT_MODEL,)),
+    facts=globals(),
 )  # fmt: skip
 
 
@@ -230,18 +220,11 @@ _BATCH, _MEAN_INPUT = 512, 128
 # E.3: constant and rising hazard.
 
 
-def _document_ifr(options: PaperOptions, store: RunStore) -> Content:
-    sections = (
+def _document_ifr(options: PaperOptions, store: RunStore) -> Sections:
+    return (
         _best_thetas(options, store),
         *(_section_ifr(options, store, name, slow=bool(index)) for index, name in enumerate(FIGURE12_COSTS)),
     )
-    notes = (
-        f"The experiment of {EB_PAPER}, E.3: same mean length, hazard falling, constant or rising, settings of the "
-        "authors' script (figure12 draws it and names them). Mean over the seeds. The paper reports that the best "
-        "threshold moves up under a rising hazard; the falling case stands only in the script, which expects the best "
-        "threshold to rise from the first case to the third.",
-    )
-    return sections, notes
 
 
 def _best_thetas(options: PaperOptions, store: RunStore) -> Section:
@@ -292,19 +275,12 @@ def _cells_sensitivity(options: PaperOptions) -> list[RunSpec]:
     return [_service_cell(options, estimator, mean) for estimator in ESTIMATORS for mean in MEAN_OUTPUTS]
 
 
-def _document_sensitivity(options: PaperOptions, store: RunStore) -> Content:
+def _document_sensitivity(options: PaperOptions, store: RunStore) -> Sections:
     from ebbench.runs.prepare import device_of
 
     costs = device_of(_service_cell(options, "published", 256)).calibration
     ratio = (costs.alpha_p, costs.alpha_d)
-    notes = (
-        f"After {EB_PAPER}, E.5, which sweeps theta (table13) and gives the estimator's error on two workloads.",
-        f"Windows: {DRAWS} windows of W complete answers, geometric lengths, p0 known exactly. In service: each update "
-        f"of one run (N = {_BATCH}, 4,000 requests), where completions are no fair sample: short answers come first. "
-        "theta0: Prop. 3.1 at RTX PRO 6000 costs; its error is about half that of p0, as theta0 goes like its root.",
-    )
-    sections = (_windows_section(ratio), _service_section(options, store, ratio))
-    return sections, notes
+    return (_windows_section(ratio), _service_section(options, store, ratio))
 
 
 def _error_columns(*first: str) -> tuple[Column, ...]:
@@ -365,12 +341,8 @@ def _updates(measured: Measured | None) -> list[float]:
     return [float(value) for value in updates.to_pylist()]
 
 
-E3 = PaperTable(
-    "e3", "rising against constant hazard (E.3)", "E.3: thresholds under a constant and a rising hazard",
-    figure12_cells, _document_ifr, FIGURE12.reads, whole=False, published_on=PUBLISHED_E2,
-)  # fmt: skip
+E3 = PaperTable("e3", figure12_cells, FIGURE12.reads, _document_ifr, whole=False, published_on=PUBLISHED_E2)
 E5 = PaperTable(
-    "e5", "how far the hazard estimate is off (E.5)", "E.5: how far the hazard estimate is off", _cells_sensitivity,
-    _document_sensitivity, ("device", "model", "num_prompts"),
-    published_on=Published((DEFAULT_DEVICE,), (DEFAULT_MODEL,)),
+    "e5", _cells_sensitivity, ("device", "model", "num_prompts"), _document_sensitivity,
+    published_on=Published((DEFAULT_DEVICE,), (DEFAULT_MODEL,)), facts=globals(),
 )  # fmt: skip

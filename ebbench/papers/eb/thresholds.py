@@ -13,14 +13,13 @@ from ebbench.analysis.statistics import paired_t
 from ebbench.devices.linear import GIVEN
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import ASYNC_SCHEDULING, SYNTHETIC_WARMUP, VLLM
-from ebbench.papers.published import EB_PAPER, MAIN_MODEL, pick
+from ebbench.papers.published import MAIN_MODEL, pick
 from ebbench.papers.published import rows as published_rows
 from ebbench.papers.table import (
-    Content,
     PaperFigure,
     PaperTable,
     Published,
-    average,
+    Sections,
     beside,
     figure,
     mean_figure,
@@ -59,11 +58,6 @@ K_BUDGET = 32768  # k * mu_l never exceeds it, so that every refill is one step,
 NEAR = 0.99
 COUNTED = 4000 - SYNTHETIC_WARMUP  # "4,000 requests per configuration (including a 100-request warmup)"
 SLOW = f"refill {REFILL_S:g} s"
-SLOW_NOTE = (
-    f"'{SLOW}': the published linear costs with alpha_p = {REFILL_S:g} s, which is what table 11 implies (fitted on "
-    "it) and a hundred times the published alpha_p on H200"
-)
-REFILL_NOTE = f"{SLOW_NOTE}; 'ours': the device's cost model."
 
 
 def slow_refill(device: str, model: str) -> str:
@@ -151,7 +145,7 @@ def _columns10() -> tuple[Column, ...]:
     return columns
 
 
-def _document10(options: PaperOptions, store: RunStore) -> Content:
+def _document10(options: PaperOptions, store: RunStore) -> Sections:
     from ebbench.devices.loader import load_device
 
     device, slow = both_devices(options, "h200")
@@ -164,21 +158,9 @@ def _document10(options: PaperOptions, store: RunStore) -> Content:
             best, _ = _best10(options, store, device, output, batch)
             slow_best, near = _best10(options, store, slow, output, batch)
             cells.append((pick("table10_best_theta", f"batch_{batch}", mu_o=str(output)), best, slow_best, near))
-        means = [of_all(average, column) for column in list(zip(*cells, strict=True))[:3]]
+        means = [of_all(fmean, column) for column in list(zip(*cells, strict=True))[:3]]
         rows.append((str(output), *theory, *means, *(value for cell in cells for value in cell)))
-    notes = (
-        f"Published: {EB_PAPER}, table 10: empirically best threshold share, Qwen3-8B on H200, geometric lengths, "
-        "4,000 requests of which 100 warm up, mean of 3 runs. Ours: engine sim, k = floor(i N / 15), mean over --seeds "
-        f"runs, B = {BUDGET}, so that a refill is one batch. Mean input: not published (Prop. 3.1 says it does not "
-        f"matter); {TABLE10_INPUT} here, geometric too.",
-        REFILL_NOTE,
-        "The paper reads its table as P1, no trend over N, and P3, row means that fall with the output. Under "
-        f"'{SLOW}' both hold, with means within 0.07 of the published ones; with the device's own costs the smallest "
-        "theta that was run, 1/15, is the best nearly everywhere.",
-        "theta0: Prop. 3.1 at these costs. The optimum is flat, and flatter the longer the answers: 'within 1 %' gives "
-        f"the thresholds whose throughput is within 1 % of the best under '{SLOW}'.",
-    )
-    return [Section("", _columns10(), tuple(rows))], notes
+    return [Section("", _columns10(), tuple(rows))]
 
 
 # Table 11: throughput over k for four input lengths.
@@ -196,7 +178,7 @@ def _repeats11(options: PaperOptions, device: str, k: int, input_len: int) -> li
     )  # fmt: skip
 
 
-def _document11(options: PaperOptions, store: RunStore) -> Content:
+def _document11(options: PaperOptions, store: RunStore) -> Sections:
     device, slow = both_devices(options, "h200")
     columns = (*labels("k"), Column("theta"))
     for mean in K_INPUTS:
@@ -211,15 +193,8 @@ def _document11(options: PaperOptions, store: RunStore) -> Content:
             )
             row += [published, ours, implied, relative(implied, published)]
         rows.append(tuple(row))
-    notes = (
-        f"Published: {EB_PAPER}, table 11: tokens/s over k, Qwen3-8B on H200, N = {K_BATCH}, four rising inputs.",
-        f"Neither the lengths nor the kind of tokens are legible in our copy. Mean output {K_OUTPUT}, mean inputs "
-        f"{K_INPUTS}, uniform lengths and output tokens are those that fit best; geometric lengths, which the paper "
-        "names, do not fit at k near N, where the batch would wait for its longest answer.",
-        REFILL_NOTE + " diff: of the latter.",
-    )
     section = Section("output tokens/s", columns, (*rows, _best_k(rows)))
-    return [section], notes
+    return [section]
 
 
 def _best_k(rows: list[tuple[Value, ...]]) -> tuple[Value, ...]:
@@ -234,14 +209,8 @@ def _best_k(rows: list[tuple[Value, ...]]) -> tuple[Value, ...]:
 
 PUBLISHED_E2 = Published(("h200",), (MAIN_MODEL,))
 _READS = ("device", "model", "num_prompts", "seeds")
-TABLE10 = PaperTable(
-    "table10", "best threshold over output length and batch size", "Table 10: best threshold theta", _cells10,
-    _document10, _READS, whole=False, published_on=PUBLISHED_E2,
-)  # fmt: skip
-TABLE11 = PaperTable(
-    "table11", "throughput over k for four input lengths", "Table 11: throughput over the threshold k", _cells11,
-    _document11, _READS, whole=False, published_on=PUBLISHED_E2,
-)  # fmt: skip
+TABLE10 = PaperTable("table10", _cells10, _READS, _document10, whole=False, published_on=PUBLISHED_E2, facts=globals())
+TABLE11 = PaperTable("table11", _cells11, _READS, _document11, whole=False, published_on=PUBLISHED_E2, facts=globals())
 
 
 # Figure 12 of the EB paper (appendix E.3): throughput over theta under a constant and a rising hazard.
@@ -323,13 +292,8 @@ def _chart12(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 FIGURE12 = PaperFigure(
-    "figure12", "best threshold under a constant and a rising hazard", figure12_cells, _chart12,
-    f"Ours: Qwen3-8B on H200 as the authors' script has it: prompts of {FIGURE12_INPUT} token, mean output "
-    f"{FIGURE12_OUTPUT}, N = {FIGURE12_BATCH}, B = {E3_BUDGET}, {FIGURE12_COUNT:,} requests after {SYNTHETIC_WARMUP} "
-    f"that warm up, k = {FIGURE12_BATCH} i/{FIGURE12_STEPS}; "
-    f"band: 95 % t interval over the seeds; '{SLOW}': see tables 10 and 11. The paper's optima are not legible in our "
-    "copy; it reports that the optimum moves up under a rising hazard.",
-    ("device", "model", "num_prompts", "seeds"), whole=False, published_on=PUBLISHED_E2,
+    "figure12", figure12_cells, ("device", "model", "num_prompts", "seeds"), _chart12, whole=False,
+    published_on=PUBLISHED_E2, facts=globals(),
 )  # fmt: skip
 
 
@@ -378,24 +342,11 @@ def _section13(options: PaperOptions, store: RunStore, name: str) -> Section:
     return Section(name, labels("theta") + beside("tokens/s", SLOW) + beside("% of peak", SLOW), tuple(rows))
 
 
-def _document13(options: PaperOptions, store: RunStore) -> Content:
-    sections = tuple(_section13(options, store, name) for name in _LENGTHS13)
-    notes = (
-        f"Published: {EB_PAPER}, table 13 (E.5): tokens/s over fixed theta, and the online controller; Qwen3-8B on RTX "
-        "PRO 6000, 3,000 requests.",
-        f"Batch size and the Gamma's parameters are not legible in our copy: N = {TABLE13_BATCH}, B = {BUDGET}, "
-        f"prompts and answers gamma of shape 4 with means {GAMMA['input_len']} and {GAMMA['output_len']} are assumed; "
-        "ShareGPT has its profile's lengths. Tokens/s count prompts and answers.",
-        REFILL_NOTE,
-        "The published correction (theorem 3.2) takes every request of a phase for a fresh one. With these answers "
-        "that moves the adaptive threshold past the best one; correction=off leaves it out, correction=renewal (ours) "
-        "counts the ages that requests have (docs/theory.md; `ebbench tables corrections`).",
-    )
-    return sections, notes
+def _document13(options: PaperOptions, store: RunStore) -> Sections:
+    return tuple(_section13(options, store, name) for name in _LENGTHS13)
 
 
 TABLE13 = PaperTable(
-    "table13", "throughput over theta and the online controller", "Table 13: sensitivity to the threshold", _cells13,
-    _document13, ("device", "model", "policy", "num_prompts", "seeds"), whole=False,
-    published_on=Published(("rtx-pro-6000",), (MAIN_MODEL,)),
+    "table13", _cells13, ("device", "model", "policy", "num_prompts", "seeds"), _document13, whole=False,
+    published_on=Published(("rtx-pro-6000",), (MAIN_MODEL,)), facts=globals(),
 )  # fmt: skip

@@ -6,8 +6,8 @@ from typing import Any
 
 from ebbench.analysis.documents import Column, Section, Value, labels, relative
 from ebbench.papers.options import PaperOptions
-from ebbench.papers.staggered.prefill import MODEL, STAGGERED_PAPER, TOPOLOGIES, UNIT, deployed
-from ebbench.papers.table import Content, PaperTable, changes, figure, ours
+from ebbench.papers.staggered.prefill import MODEL, TOPOLOGIES, UNIT, deployed
+from ebbench.papers.table import PaperTable, Sections, changes, figure, ours
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
 
@@ -73,26 +73,8 @@ def _section(options: PaperOptions, store: RunStore, lengths: str) -> Section:
     return Section(f"{lengths} lengths", columns, tuple(rows))
 
 
-def _document(options: PaperOptions, store: RunStore) -> Content:
-    notes = (
-        f"Published: {STAGGERED_PAPER}, section 5.2.2, figures 7 and 8: 32 decode units, about 35 sequences and 2.5K "
-        "tokens each; the band of one standard deviation falls from 40k-130k to 60k-100k KV tokens (its text says -40 "
-        "%, its numbers say -56 %), throughput rises by 15 %. Which immediate policy is the baseline is not said; "
-        "round-robin is assumed.",
-        "Ours: 3P1D, decode instance of 32 units (TP 1, DP 32, EP 32) with a barrier, closed loop of 35 x 32 requests, "
-        "mean 1,000 in and 1,500 out; sigma is the deviation over the 32 units at one pass, averaged over time. A pass "
-        "takes 30 ms + 0.15 ms per sequence + 50 ns per KV token of the slowest unit: estimates from the hardware, see "
-        "ebbench/papers/staggered/prefill.py.",
-        "Where ours differs: with KV at 70 KB per token (MLA) 45k tokens are 2 ms of a pass of some 40 ms, so balance "
-        "in KV alone cannot bring 15 %; the rest of the gain comes from equal numbers of sequences. An answer's length "
-        "is not known when it is placed, and sequences stay where they are, so sigma cannot fall below what lengths do "
-        "by themselves: sqrt(35) times their deviation.",
-    )
-    sections = tuple(_section(options, store, lengths) for lengths in _WORKLOADS)
-    return sections, notes
+def _document(options: PaperOptions, store: RunStore) -> Sections:
+    return tuple(_section(options, store, lengths) for lengths in _WORKLOADS)
 
 
-SBS_FIGURE7 = PaperTable(
-    "sbs-figure7", "spread of KV over decode units", "Figures 7 and 8: KV over decode units, and decode throughput",
-    _cells, _document, ("num_prompts",), whole=False, aliases=("sbs-figure8",),
-)  # fmt: skip
+SBS_FIGURE7 = PaperTable("sbs-figure7", _cells, ("num_prompts",), _document, whole=False, aliases=("sbs-figure8",))
