@@ -8,21 +8,18 @@ from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, labels
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.papers.composition import COMPOSITION
 from ebbench.papers.deferred_prefill import DEFERRED, DEFERRED_COSTS, DEFERRED_LIMITS, DEFERRED_OVER_K
 from ebbench.papers.eb.disaggregation import TABLE19, TABLE20
 from ebbench.papers.eb.fluid import TABLE8
-from ebbench.papers.eb.grid import TABLE14, TABLE15, TABLE16
 from ebbench.papers.eb.lengths import FIGURE11, TABLE9, TABLE12
-from ebbench.papers.eb.online_threshold import CORRECTION, E3, E5, FIGURE3
 from ebbench.papers.eb.prefill_costs import FIGURE7, LONG_CONTEXT, TABLE5, TABLE6, TABLE7
 from ebbench.papers.eb.shifts import ADAPTATION, TABLE3, TABLE18, TPOT_MS, TTFT_S
 from ebbench.papers.eb.step_times import FIGURE1, FIGURE2, FIGURE8, FIGURE9, FIGURE10, KAPPA, TABLE1
-from ebbench.papers.eb.thresholds import FIGURE12, TABLE10, TABLE11, TABLE13
-from ebbench.papers.eb.workloads import FIGURE4, FIGURE5, FIGURE6, TABLE2, TABLE4, TABLE17
+from ebbench.papers.eb.thresholds import CORRECTION, E3, E5, FIGURE3, FIGURE12, TABLE10, TABLE11, TABLE13
+from ebbench.papers.eb.workloads import FIGURE4, FIGURE5, FIGURE6, TABLE2, TABLE4, TABLE14, TABLE15, TABLE16, TABLE17
 from ebbench.papers.options import PaperOptions
-from ebbench.papers.staggered.composition import COMPOSITION
-from ebbench.papers.staggered.decode import SBS_FIGURE7
-from ebbench.papers.staggered.prefill import ABLATION, POOLS, SBS_FIGURE6, SBS_TABLE1, WAITING
+from ebbench.papers.staggered import ABLATION, POOLS, SBS_FIGURE6, SBS_FIGURE7, SBS_TABLE1, WAITING
 from ebbench.papers.table import (
     PAPERS,
     Agreement,

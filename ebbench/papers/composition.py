@@ -12,7 +12,7 @@ from ebbench.analysis.documents import Column, Section, Value, labels, relative
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import VLLM
 from ebbench.papers.published import GPUS, MAIN_MODEL, gpu_title
-from ebbench.papers.staggered.prefill import deployed
+from ebbench.papers.staggered import deployed
 from ebbench.papers.table import PaperTable, Published, Sections, figure, ours
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
