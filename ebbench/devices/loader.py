@@ -24,18 +24,22 @@ from ebbench.devices.base import (
     quantised,
 )
 from ebbench.devices.capacity import requested_capacity, requested_layout
-from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.layers import MAX_TOKENS, choose_link
-from ebbench.devices.linear import (
+from ebbench.devices.costs import (
     GIVEN,
     LEAST_FIXED_S,
     SOURCE,
     LinearCost,
+    RooflineCost,
+    TableCost,
     cost_grid,
     fit_calibration,
     given_device,
     published_calibration,
+    roofline_cost,
+    table_cost,
 )
+from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.layers import MAX_TOKENS, choose_link
 from ebbench.devices.profiles import (
     DeviceProfile,
     device_identity,
@@ -45,9 +49,7 @@ from ebbench.devices.profiles import (
     has_other_shape,
     measured_name,
 )
-from ebbench.devices.roofline import RooflineCost, roofline_cost
 from ebbench.devices.surfaces import has_joint_tables
-from ebbench.devices.table import TableCost, table_cost
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.records.warnings import HOST_DOUBTED, HOST_UNFITTED, LIBRARY_ABSENT, MIXING_UNMEASURED, RunWarning, warning
 from ebbench.spec.server import OPTION, HostCosts, Speculative, parse_release

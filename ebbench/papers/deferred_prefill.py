@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from ebbench.analysis.documents import Column, Section, Value, comparison, labels, relative
 from ebbench.devices.base import CostModel, StepShape
-from ebbench.devices.linear import GIVEN, decode_shape
+from ebbench.devices.costs import GIVEN, decode_shape
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import rows
 from ebbench.papers.table import PaperTable, Sections, changes, no_cells, ours

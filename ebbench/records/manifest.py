@@ -18,11 +18,10 @@ import pyarrow as pa
 
 import ebbench
 from ebbench.errors import DataError
-from ebbench.foreign.documents import BadValueError, json_value
+from ebbench.foreign.documents import BadValueError, json_value, visible
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.records.warnings import RunWarning, stored_warning
-from ebbench.untrusted import visible
 
 SCHEMA_VERSION = 2
 """Raised when readers of the old format would misread the new one; added fields do not raise it."""

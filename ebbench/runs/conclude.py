@@ -22,8 +22,7 @@ from ebbench.analysis.summary import Summary, make_summary
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices.base import Device, StepShape
-from ebbench.engines.base import EngineResult
-from ebbench.engines.checks import start_notes
+from ebbench.engines.base import EngineResult, start_notes
 from ebbench.errors import RunError
 from ebbench.records.manifest import (
     Clock,
@@ -49,8 +48,7 @@ from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts
 from vllm_eb.policy import PolicySpec
 
 if TYPE_CHECKING:
-    from ebbench.devices.roofline import RooflineCost
-    from ebbench.devices.table import TableCost
+    from ebbench.devices.costs import RooflineCost, TableCost
 
 
 MATTERS = 0.02
@@ -103,8 +101,7 @@ def said_of_run(device: Device, batches: Batches, warnings: Iterable[RunWarning]
 
 def _sized(said: RunWarning, device: Device, batches: Batches) -> RunWarning | None:
     """A caveat with its size in such a run; None if it does not matter to it."""
-    from ebbench.devices.roofline import RooflineCost
-    from ebbench.devices.table import TableCost
+    from ebbench.devices.costs import RooflineCost, TableCost
 
     profile, request, cost = device.profile, device.request, device.cost
     assert profile is not None
@@ -129,7 +126,7 @@ def shown_by_servers(device: Device, batches: Batches) -> list[RunWarning]:
     profile, model, request = device.profile, device.geometry, device.request
     if profile is None or model is None or request is None or not profile.front_end:
         return []
-    from ebbench.devices.table import TableCost
+    from ebbench.devices.costs import TableCost
 
     if not isinstance(device.cost, TableCost):
         return []

@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ebbench.records.content import block_tokens
-from ebbench.records.plan import Plan
+from ebbench.records.plan import Plan, block_tokens
 from ebbench.records.schema import EARLIER_TURN_FAILED, REQUESTS, REQUESTS_EXTRAS, decisions_table
 from vllm_eb.strategy import Record
 

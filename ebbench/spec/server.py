@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, MOST_SECONDS, check_ranges, declare
-from ebbench.config.server_url import is_server_url
 from ebbench.errors import UnknownNameError, UsageError
 
 if TYPE_CHECKING:
@@ -318,6 +317,10 @@ VIRTUAL_TIME = frozenset({"sim", "emulated"})
 
 def is_server(engine: str) -> bool:
     """Whether the engine is a server that ebbench does not start: it is only measured, and policies are labels."""
+    if ":" not in engine:
+        return False
+    from ebbench.config.server_url import is_server_url
+
     return is_server_url(engine)
 
 

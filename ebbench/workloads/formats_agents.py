@@ -157,13 +157,14 @@ _LOOKED_AT = 50
 def _is_otel(log: LogFile) -> bool:
     if "resourceSpans" in log.sample[0].value or isinstance(log.sample[0].value.get("spans"), list):
         return True
-    records = [record for record in log.sample if not isinstance(record.value.get("data"), list) or _of_objects(record)]
+    records = [
+        record
+        for record in log.sample
+        if not isinstance(record.value.get("data"), list)
+        or all(isinstance(entry, dict) for entry in record.value["data"])
+    ]
     spans = (span for record in records for span in islice(_spans(log, record), _LOOKED_AT))
     return any(str(key).startswith(_KNOWN) for span in spans for key in span.attributes)
-
-
-def _of_objects(record: LogRecord) -> bool:
-    return all(isinstance(entry, dict) for entry in record.value["data"])
 
 
 def _otel(log: LogFile, options: ReadOptions) -> Reading:
@@ -223,22 +224,18 @@ def _spans(log: LogFile, record: LogRecord) -> Iterator[_Span]:
         nested = iter(converted(log, record.line, lists[0], list[dict[str, Any]]) if lists else [value])
     outer = _first(value, ("trace_id", "traceId", "session_id"))
     for span in nested:
+        columns = {key[len(_COLUMN) :]: cell for key, cell in span.items() if str(key).startswith(_COLUMN)}
+        # Phoenix has the kind beside the attributes, which are columns there; others keep OpenTelemetry's own kinds.
+        kind = span.get("span_kind")
+        known = {_OPERATION[1]: kind} if kind == "LLM" or str(kind).lower() in _OTHER_WORK else {}
         yield _Span(
             record.line,
             _first(span, ("trace_id", "traceId")) or value_at("context.trace_id")(span) or outer,
             _first(span, ("startTimeUnixNano", "start_time_unix_nano", "start_time", "startTime")),
             _first(span, ("endTimeUnixNano", "end_time_unix_nano", "end_time", "endTime")),
-            _span_attributes(span),
+            known | _attributes(columns) | _attributes(span.get("attributes")),
             any(value_at(name)(span) in (2, "ERROR", "STATUS_CODE_ERROR") for name in _STATUS),
         )
-
-
-def _span_attributes(span: Mapping[str, Any]) -> dict[str, Any]:
-    """A span's attributes; in a table of spans (Phoenix) each is a column named ``attributes.NAME``."""
-    columns = {key[len(_COLUMN) :]: value for key, value in span.items() if str(key).startswith(_COLUMN)}
-    kind = span.get("span_kind")  # Phoenix has it beside the attributes; others keep OpenTelemetry's own kinds there
-    known = {_OPERATION[1]: kind} if kind == "LLM" or str(kind).lower() in _OTHER_WORK else {}
-    return known | _attributes(columns) | _attributes(span.get("attributes"))
 
 
 def _attributes(value: Any) -> dict[str, Any]:

@@ -62,12 +62,6 @@ def nearest_columns(names: Sequence[str], role: str) -> str:
     return ", ".join(dict.fromkeys(repr(plain[match]) for match in close[:3]))
 
 
-def columns_like_times(log: LogFile, names: Sequence[str]) -> list[str]:
-    """The ``names`` whose values in the first records can be times: calendar times, or numbers that never fall."""
-    possible = [name for name in names if not _COUNTS.fullmatch(plain_name(name))]
-    return [name for name in possible if _like_times([value_at(name)(record.value) for record in log.sample])]
-
-
 def _like_times(values: Sequence[object]) -> bool:
     if len(values) < 2:
         return False
@@ -197,7 +191,10 @@ def with_columns(name: str, expected: str, fields: tuple[str, ...], definition: 
 def read_columns(log: LogFile, options: ReadOptions, definition: Definition) -> Reading:
     """Read a log by its columns. Raises InputFileError if no column holds the prompt's or the output's length."""
     names = names_in(record.value for record in log.sample)
-    defined = {role: _spelled(column, names) for role, column in definition.roles.items()}
+    defined = {
+        role: next((name for name in names if plain_name(name) == plain_name(column)), "")
+        for role, column in definition.roles.items()
+    }
     asked = {role: column for role, column in (defined | dict(options.columns)).items() if column}
     try:
         columns = recognise(names, asked)
@@ -232,16 +229,14 @@ def read_columns(log: LogFile, options: ReadOptions, definition: Definition) -> 
 def _time_hint(log: LogFile, columns: Columns, names: list[str]) -> str:
     """Columns that look like times, as a clause for a message; empty if there are none."""
     unused = [name for name in names if name not in (*columns.names.values(), *columns.added)]
-    columns_of_times = columns_like_times(log, unused)
+    possible = [name for name in unused if not _COUNTS.fullmatch(plain_name(name))]
+    columns_of_times = [
+        name for name in possible if _like_times([value_at(name)(record.value) for record in log.sample])
+    ]
     if not columns_of_times:
         return ""
     look = "looks like its times" if len(columns_of_times) == 1 else "look like times"
     return f"{', '.join(map(repr, columns_of_times[:3]))} {look}: --columns time={columns_of_times[0]}"
-
-
-def _spelled(column: str, names: list[str]) -> str:
-    """The column's name as the file spells it; empty if it has none."""
-    return next((name for name in names if plain_name(name) == plain_name(column)), "")
 
 
 def _with_fitting_values(columns: Columns, log: LogFile, asked: Mapping[str, str]) -> Columns:

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from ebbench.errors import InputFileError
+from ebbench.foreign.documents import visible
 from ebbench.records.warnings import RunWarning
-from ebbench.untrusted import visible
 from ebbench.workloads.files import LogFile, LogRecord
 from ebbench.workloads.log_columns import Columns
 from ebbench.workloads.tokens import BYTES_PER_TOKEN, TokenCounter, token_counter
@@ -67,23 +67,19 @@ def joined_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
-        return _message(value)
+        content, calls = "", _calls(value)
+        for key in ("content", "text", "parts", "messages", "prompt", "value"):
+            if key in value:
+                content = joined_text(value[key])
+                break
+        else:
+            if not calls:
+                return ""
+        text = "\n".join(filter(None, (content, calls)))
+        return f"{value['role']}: {text}" if "role" in value else text
     if isinstance(value, Sequence):
         return "\n".join(filter(None, (joined_text(part) for part in value)))
     return ""
-
-
-def _message(message: Mapping[str, Any]) -> str:
-    content, calls = "", _calls(message)
-    for key in ("content", "text", "parts", "messages", "prompt", "value"):
-        if key in message:
-            content = joined_text(message[key])
-            break
-    else:
-        if not calls:
-            return ""
-    text = "\n".join(filter(None, (content, calls)))
-    return f"{message['role']}: {text}" if "role" in message else text
 
 
 def _calls(message: Mapping[str, Any]) -> str:

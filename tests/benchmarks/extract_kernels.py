@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ebbench.devices import library
-from ebbench.devices.kerneltables import SCHEMAS
+from ebbench.devices.library import SCHEMAS
 from ebbench.devices.profiles import DATA
 
 AIC_COLLECTIVES = (

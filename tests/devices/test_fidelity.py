@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ebbench.cli.main import app
 from ebbench.config.topology import parse_topology
-from ebbench.devices.linear import published_calibration
+from ebbench.devices.costs import published_calibration
 from ebbench.devices.profiles import find_model, find_profile, list_devices, list_models
 from ebbench.papers.fidelity.case import FIT_ROWS, Case, best_settings, reference_rows
 from ebbench.papers.fidelity.cases import WITHOUT, all_cases, real_workloads, table3

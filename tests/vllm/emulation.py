@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from ebbench.devices.base import Device, StepShape
-from ebbench.devices.linear import cost_grid
+from ebbench.devices.costs import cost_grid
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import ClosedPhase, Plan

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ebbench.analysis.documents import Column, Section, Value, labels
-from ebbench.devices.linear import published_calibration
+from ebbench.devices.costs import published_calibration
 from ebbench.devices.profiles import find_model, find_profile
 from ebbench.errors import UsageError
 from ebbench.papers.options import PaperOptions

@@ -12,8 +12,8 @@ import numpy as np
 from ebbench.analysis.documents import Column, Section, Value, comparison, labels, relative
 from ebbench.config.topology import DECODE_UTILIZATION, PoolSpec
 from ebbench.devices.base import CostModel, Device
+from ebbench.devices.costs import DECODE_CONTEXT_TOKENS, DECODE_SEQS, PREFILL_TOKENS, decode_shape, prefill_shape
 from ebbench.devices.layers import MAX_TOKENS
-from ebbench.devices.linear import DECODE_CONTEXT_TOKENS, DECODE_SEQS, PREFILL_TOKENS, decode_shape, prefill_shape
 from ebbench.devices.loader import load_device, unit_device
 from ebbench.devices.profiles import find_model
 from ebbench.errors import UsageError

@@ -9,11 +9,10 @@ import numpy as np
 
 from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels
 from ebbench.devices.base import CostModel, StepShape
+from ebbench.devices.costs import TableCost, decode_shape, mixed_shape, prefill_shape
 from ebbench.devices.describe import marginal_curve
 from ebbench.devices.layers import MAX_SAMPLED, MAX_TOKENS
-from ebbench.devices.linear import decode_shape, mixed_shape, prefill_shape
 from ebbench.devices.profiles import find_profile
-from ebbench.devices.table import TableCost
 from ebbench.errors import UsageError
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import gpu_title, pick, rows

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from ebbench.analysis.documents import Column, Section, Value, labels, relative
 from ebbench.analysis.statistics import paired_t
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
-from ebbench.devices.linear import GIVEN
+from ebbench.devices.costs import GIVEN
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import (
     ASYNC_SCHEDULING,

@@ -19,8 +19,8 @@ from ebbench.analysis.documents import (
     relative,
 )  # fmt: skip
 from ebbench.analysis.sensitivity import Sensitivity, sensitivity
+from ebbench.devices.costs import TableCost
 from ebbench.devices.loader import DEFAULT_HOST, load_device
-from ebbench.devices.table import TableCost
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import protocol_cells, real_protocol, synthetic_protocol
 from ebbench.papers.published import (
