@@ -70,7 +70,7 @@ def test_simulated_engines_refuse_unsimulated() -> None:
         SimEngine().run(chat(lora_assignment="sql", num_prompts=2), parse_policy("v1"), device(), EngineOptions())
 
 
-def test_an_endpoint_without_priorities_is_refused_before_anything_is_sent() -> None:
+def test_an_endpoint_without_priorities_is_refused_before_sending() -> None:
     plan = build_plan("chat=wildchat:1 rag=longbench:1", source="profile", num_prompts=4, priorities="rag=3")
     with FakeServerProcess(QUICK) as server:
         options = ClientOptions(model="base-model", workers=0, metrics_interval_s=None, endpoint="messages")
