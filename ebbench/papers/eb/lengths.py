@@ -76,7 +76,7 @@ def _row12(options: PaperOptions, workload: str) -> tuple[Value, ...]:
     tests = hazard.tests
     if tests is None:
         return (*head, None, None, None, None, None, hazard.untested)
-    word = "rising" if tests.rising else tests.verdict.split(" (")[0].split(":")[0]
+    word = "rising" if tests.rising else tests.trend
     figures = (tests.t_max, tests.tau, tests.mann_kendall_p, 1e6 * tests.slope, tests.regression_p)
     return (*head, *figures, word)
 

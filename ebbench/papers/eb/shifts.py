@@ -20,6 +20,7 @@ from ebbench.papers.table import (
     Published,
     Sections,
     changes,
+    each,
     mean_figure,
     of_all,
     ours,
@@ -182,12 +183,9 @@ def _section18(options: PaperOptions, store: RunStore, device: str, model: str) 
     return Section(f"{gpu_title(device)}, {model}", (*labels("TTFT ≤", "TPOT ≤"), *columns), tuple(rows))
 
 
-def _content18(options: PaperOptions, store: RunStore) -> Sections:
-    return [_section18(options, store, *setting) for setting in _settings(options, "rtx-pro-6000")]
-
-
 TABLE18 = PaperTable(
-    "table18", _cells18, ("device", "model", "policy", "num_prompts", "ttft", "tpot"), _content18,
+    "table18", _cells18, ("device", "model", "policy", "num_prompts", "ttft", "tpot"),
+    each(_section18, lambda options: _settings(options, "rtx-pro-6000")),
     published_on=Published(("rtx-pro-6000",), (MAIN_MODEL,)),
 )  # fmt: skip
 
@@ -311,12 +309,8 @@ def _adapted(phase: Phase | None) -> str | None:
     return f"{controller.controller_s:.1f} s ({controller.controller_requests:,}; {controller.switches})"
 
 
-def _adaptation_content(options: PaperOptions, store: RunStore) -> Sections:
-    settings = product(_adaptation_devices(options), SCENARIOS)
-    return [_adaptation_section(options, store, *setting) for setting in settings]
-
-
 ADAPTATION = PaperTable(
-    "adaptation", _adaptation_cells, ("device", "model", "policy"), _adaptation_content,
+    "adaptation", _adaptation_cells, ("device", "model", "policy"),
+    each(_adaptation_section, lambda options: product(_adaptation_devices(options), SCENARIOS)),
     published_on=Published(tuple(RATES_PER_S), (MAIN_MODEL,)),
 )  # fmt: skip
