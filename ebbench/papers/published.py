@@ -24,6 +24,14 @@ SYNTHETIC: Mapping[str, str] = {
 }  # fmt: skip
 
 
+METRICS: Mapping[str, tuple[str, str, float]] = {
+    "rps": ("requests/s", "request_throughput", 1.0), "total_tokens_per_s": ("tokens/s", "total_token_throughput", 1.0),
+    "ttft_s": ("TTFT s", "mean_ttft_ms", 1e-3), "ttft_ms": ("TTFT ms", "mean_ttft_ms", 1.0),
+    "tpot_ms": ("TPOT ms", "mean_tpot_ms", 1.0),
+}  # fmt: skip
+"""Figures by their names in the reference tables: title, our key, factor for ours."""
+
+
 @cache
 def rows(name: str, folder: str = "paper_tables") -> tuple[Mapping[str, str], ...]:
     """Rows of a reference CSV by its file stem."""

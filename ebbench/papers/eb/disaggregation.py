@@ -28,7 +28,7 @@ from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_
 from ebbench.installation import REFERENCE
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import FIXED_THETA, SERVER_BUDGET, SERVER_SEQS, Protocol, ebplus_as_run, protocol_cells
-from ebbench.papers.published import GPUS, MAIN_MODEL, SYNTHETIC, gpu_title, pick
+from ebbench.papers.published import GPUS, MAIN_MODEL, METRICS, SYNTHETIC, gpu_title, pick
 from ebbench.papers.table import PaperTable, Published, Sections, change
 from ebbench.records.warnings import shown_text
 from ebbench.runs.store import Measured, RunStore
@@ -125,11 +125,6 @@ def four_gpus(setting: PolicyOnTopology, device: str, mix: str, concurrency: int
 # Appendix F.4 of the EB paper: data parallelism against prefill and decode pools, on two and four GPUs.
 
 _RATE = "total_token_throughput"
-_METRICS = (
-    ("total_tokens_per_s", "tokens/s", _RATE, 1.0),
-    ("ttft_s", "TTFT s", "mean_ttft_ms", 1e-3),
-    ("tpot_ms", "TPOT ms", "mean_tpot_ms", 1.0),
-)
 
 
 def value_or_oom(measured: Measured | None, key: str, scale: float = 1.0) -> Value:
@@ -159,7 +154,7 @@ class _Comparison:
     labels: tuple[str, ...]
     loads: tuple[tuple[Any, ...], ...]
     protocol: Callable[..., Protocol]
-    metrics: tuple[tuple[str, str, str, float], ...]
+    metrics: tuple[str, ...]
     printed: Callable[[str, tuple[Any, ...], str, str], float | None]
     failing: Collection[str]
 
@@ -198,7 +193,8 @@ class _Comparison:
         rows = []
         for load in self.loads:
             by_name = self.by_name(options, store, device, load)
-            for metric, title, key, scale in self.metrics:
+            for metric in self.metrics:
+                title, key, scale = METRICS[metric]
                 ours = {name: value_or_oom(measured, key, scale) for name, measured in by_name.items()}
                 row: list[Value] = [*(SYNTHETIC.get(value, str(value)) for value in load), title]
                 for name in self.choices:
@@ -211,7 +207,8 @@ class _Comparison:
 
 
 _TWO = _Comparison(
-    TWO | {"early": EARLY}, 2, ("c",), tuple((c,) for c in REQUESTS19), two_gpus, _METRICS,
+    TWO | {"early": EARLY}, 2, ("c",), tuple((c,) for c in REQUESTS19), two_gpus,
+    ("total_tokens_per_s", "ttft_s", "tpot_ms"),
     lambda gpu, load, name, metric: pick(
         "table19_two_gpu", name, concurrency=str(load[0]), metric=metric, gpu=gpu
     ),
@@ -219,7 +216,7 @@ _TWO = _Comparison(
 )  # fmt: skip
 _FOUR = _Comparison(
     FOUR, 4, ("mix", "c"), tuple(product(MIXES, CONCURRENCY20)), four_gpus,
-    (_METRICS[0], ("ttft_ms", "TTFT ms", "mean_ttft_ms", 1.0), _METRICS[2]),
+    ("total_tokens_per_s", "ttft_ms", "tpot_ms"),
     lambda gpu, load, name, metric: pick(
         "table20_four_gpus", "value", gpu=gpu, workload=load[0], concurrency=str(load[1]), setting=name, metric=metric
     ),
