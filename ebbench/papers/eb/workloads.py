@@ -30,7 +30,7 @@ from ebbench.papers.published import (
     MODELS,
     SYNTHETIC,
     WORKLOADS,
-    best_config,
+    best_sizes,
     gpu_title,
     model_title,
     pick,
@@ -200,8 +200,8 @@ _WEIGHT = {"wildchat": 20.0, "numinamath": 10.0}
 
 def table2_cell(options: PaperOptions, device: str, model: str, workload: str, policy: str) -> RunSpec:
     """The cell of one number, at the published best configuration."""
-    tokens, seqs = best_config(device, policy, workload, model)
-    return real_cell(options, device, model, workload, policy, (seqs, tokens), _WEIGHT.get(workload, 1.0))
+    sizes = best_sizes(device, policy, workload, model)
+    return real_cell(options, device, model, workload, policy, sizes, _WEIGHT.get(workload, 1.0))
 
 
 def _keys2(options: PaperOptions) -> list[tuple[str, str, str]]:
@@ -429,8 +429,8 @@ _ITL: Metric = ("mean_itl_ms", "itl_s", "ITL, s", 1e-3)
 
 
 def _cell4(options: PaperOptions, device: str, workload: str, policy: str) -> RunSpec:
-    tokens, seqs = best_config(device, policy, workload, MAIN_MODEL)
-    return real_cell(options, device, options.model(), workload, policy, (seqs, tokens))
+    sizes = best_sizes(device, policy, workload, MAIN_MODEL)
+    return real_cell(options, device, options.model(), workload, policy, sizes)
 
 
 def _cells4(options: PaperOptions) -> list[RunSpec]:
@@ -479,8 +479,8 @@ def _chart5(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 def _cell6(options: PaperOptions, model: str, policy: str) -> RunSpec:
     device = options.device()
-    tokens, seqs = best_config(device, policy, "wildchat", MAIN_MODEL)
-    return real_cell(options, device, model, "wildchat", policy, (seqs, tokens), weight=20)
+    sizes = best_sizes(device, policy, "wildchat", MAIN_MODEL)
+    return real_cell(options, device, model, "wildchat", policy, sizes, weight=20)
 
 
 def _cells6(options: PaperOptions) -> list[RunSpec]:

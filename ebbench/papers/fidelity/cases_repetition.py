@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ebbench.papers.eb.disaggregation import FIXED_THRESHOLD, TWO, two_gpus
-from ebbench.papers.fidelity.case import FIT_ROWS, GEMM_FACTOR_WORKLOAD, Case, Published, best_settings, reference_rows
+from ebbench.papers.fidelity.case import FIT_ROWS, GEMM_FACTOR_WORKLOAD, Case, Published, reference_rows
 from ebbench.papers.protocols import (
     Protocol,
     ebplus_as_run,
@@ -37,7 +37,7 @@ from ebbench.papers.protocols import (
     real_protocol,
     table3_protocol,
 )
-from ebbench.papers.published import MODELS
+from ebbench.papers.published import best_sizes
 
 FILE = "eb_repetition/h200.csv"
 GROUP = "authors' repetition"
@@ -96,7 +96,7 @@ def _mixed_only(**settings: float | bool) -> str:
 
 
 def _real(workload: str, model: str, scheduler: str) -> Protocol:
-    sizes = best_settings()["H200", MODELS[model], workload, scheduler]
+    sizes = best_sizes(DEVICE, scheduler, workload.lower(), model)
     lengths_of = "qwen3-30b-a3b" if workload == "ShareGPT" else model
     return real_protocol(workload.lower(), lengths_of, scheduler, sizes)
 
