@@ -363,7 +363,7 @@ def device_identity(
         content = asdict(_content(model))
         del content["mtp_layers"]  # only speculative decoding depends on it, which a run's settings name
         shown = [f"{model.layers} layers of {model.hidden:,}", f"{model.params / 1e9:.2f}B parameters", *sorted(types)]
-        identity.append(("model_shape", (f"{', '.join(shown)}; {_digest(content)}")))
+        identity.append(("model_shape", f"{', '.join(shown)}; {_digest(content)}"))
     if own := _profile(profile, cost, host):
         identity.append(("device_profile", own))
     return tuple(identity)
