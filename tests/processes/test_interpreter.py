@@ -15,7 +15,7 @@ def said(code: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_numpy_starts_no_threads_whenever_it_is_loaded_and_other_programs_may() -> None:
+def test_numpy_starts_no_threads_and_other_programs_may() -> None:
     code = (
         "from ebbench.process.interpreter import process_of_ebbench as own; own(); own(); import os; "
         "import numpy, numpy.linalg; "
