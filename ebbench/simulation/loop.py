@@ -1,4 +1,4 @@
-"""The event loop of a simulation and its stages: pools of equal engines behind one dispatcher."""
+"""The event loop of a simulation and its stages: pools of equal engines behind one dispatcher.
 
 Events at the same nanosecond are taken in the order of :mod:`ebbench.simulation.state`. One engine alone runs in the
 same loop, without dispatcher and network.
