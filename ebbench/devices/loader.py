@@ -75,7 +75,7 @@ def caveats(
     """
     texts = (
         *_of_model(request, model),
-        *_of_options(request, model, cost),
+        *_of_options(request, cost),
         *_unused_numbers(request, profile, model, cost),
     )
     if isinstance(cost, TableCost | RooflineCost):
@@ -97,24 +97,24 @@ def _of_model(request: DeviceRequest, model: ModelGeometry) -> tuple[RunWarning,
     return texts
 
 
-def _of_options(request: DeviceRequest, model: ModelGeometry, cost: CostModel) -> tuple[RunWarning, ...]:
+def _of_options(request: DeviceRequest, cost: CostModel) -> tuple[RunWarning, ...]:
     eager = (warning("eager-unknown"),) if request.eager and not isinstance(cost, TableCost) else ()
-    return eager + (_other_kernels(request, model) if isinstance(cost, TableCost) else ())
+    return eager + (_other_kernels(request) if isinstance(cost, TableCost) else ())
 
 
-_TABLES_SINCE = (0, 19)
+TABLES_SINCE = (0, 19)
 """The oldest vLLM under which kernels of the tables were measured; the newest is 0.24."""
-_PARSES_TEMPLATES = ("0.11", "0.11.0", "0.11.1")
-"""Versions whose API server parses the chat template anew for every request (reports/fidelity/notes/gpustack.md)."""
 
 
-def _other_kernels(request: DeviceRequest, model: ModelGeometry) -> tuple[RunWarning, ...]:
-    """What of an older vLLM ``--vllm-version`` does not set."""
+def older_than(request: DeviceRequest, release: tuple[int, int]) -> bool:
+    """Whether the request names a version of vLLM before this one."""
     version = parse_release(request.vllm_version or "")
-    if version is None or version >= _TABLES_SINCE:
-        return ()
-    of = {"mxfp4": "mxfp4" in model.dtype_of_experts, "parses_templates": request.vllm_version in _PARSES_TEMPLATES}
-    return (warning("older-vllm", vllm_version=request.vllm_version, **of),)
+    return version is not None and version < release
+
+
+def _other_kernels(request: DeviceRequest) -> tuple[RunWarning, ...]:
+    """What of an older vLLM ``--vllm-version`` does not set."""
+    return (warning("older-vllm", vllm_version=request.vllm_version),) if older_than(request, TABLES_SINCE) else ()
 
 
 def unfitted_host(request: DeviceRequest, host: HostCosts) -> tuple[RunWarning, ...]:

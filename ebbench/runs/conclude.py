@@ -126,30 +126,35 @@ def _sized(said: RunWarning, device: Device, batches: Batches) -> RunWarning | N
 
 def shown_by_servers(device: Device, batches: Batches) -> list[RunWarning]:
     """What measured servers with this GPU had that is not modelled, where it is much of a run of such batches."""
-    profile, model, request = device.profile, device.geometry, device.request
-    if profile is None or model is None or request is None or not profile.front_end:
-        return []
+    from ebbench.devices.loader import TABLES_SINCE, older_than
     from ebbench.devices.table import TableCost
 
-    if not isinstance(device.cost, TableCost):
+    profile, model, request = device.profile, device.geometry, device.request
+    if profile is None or model is None or request is None or not isinstance(device.cost, TableCost):
         return []
-
-    caveats: list[RunWarning] = []
+    mixture, several = model.experts > 0, request.parallel.gpus >= FROM_GPUS
+    first_tokens = profile.front_end and 0 < batches.ttft_ms < FIRST_TOKENS_MS
     spent, decodes = batches.steps.get("decode", (0.0, None))
-    mixture = model.experts > 0
-    if 0 < batches.ttft_ms < FIRST_TOKENS_MS:
-        if mixture:
-            caveats.append(warning("experts-first-tokens"))
-        elif profile.name in _PROMPTS_WITHOUT_GRAPHS and request.parallel.tp >= FROM_GPUS:
-            caveats.append(warning("first-tokens-without-graphs", gpus=request.parallel.tp, device=profile.name))
-    if mixture and decodes is not None and spent > 0.5 and decodes.decode_seqs <= FEW_SEQUENCES:
-        caveats.append(warning("experts-few-sequences"))
-    return caveats
+    few = decodes is not None and spent > 0.5 and decodes.decode_seqs <= FEW_SEQUENCES
+    seen = {
+        "older-vllm-queue": (
+            batches.ttft_ms >= FIRST_TOKENS_MS and profile.name in _QUEUED_ON and older_than(request, QUEUED_SINCE)
+        ),
+        "older-vllm-experts": mixture and profile.name in _BLACKWELL and older_than(request, TABLES_SINCE),
+        "experts-first-tokens": mixture and first_tokens,
+        "experts-few-sequences": mixture and several and few and profile.front_end,
+        "first-tokens-without-graphs": not mixture and first_tokens and profile.name in _BLACKWELL and several,
+    }
+    named = {"gpus": request.parallel.tp, "device": profile.name}
+    return [warning(code, **named) for code, holds in seen.items() if holds]
 
 
-_PROMPTS_WITHOUT_GRAPHS, FROM_GPUS = ("b200", "b300"), 4
+_BLACKWELL, FROM_GPUS = ("b200", "b300"), 4
 """Where servers of dense models took longer for short prompts than their kernels do (InferenceX, Llama-3.3-70B, 0.10.2:
-B200, whose recipe captured CUDA graphs of decodes only), and from how many GPUs on."""
+B200, whose recipe captured CUDA graphs of decodes only), and from how many GPUs on; from as many, steps of mixtures
+took longer with few sequences."""
+_QUEUED_ON, QUEUED_SINCE = ("h100", "a100"), (0, 12)
+"""Where, and up to which version, servers with a queue were slower than their steps (GPUStack)."""
 FEW_SEQUENCES = 8
 """Sequences in a step up to which what is not modelled of a mixture of experts was seen (InferenceX: gpt-oss on eight
 GPUs, MiniMax)."""
