@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 MATTERS = 0.02
 """Smallest share of a run's time that a caveat must concern, or could change."""
+FRONT_DECIDES = 0.4
+"""Share of the mean time to first token from which on what is in front of the engine decides it."""
 FIRST_TOKENS_MS = 1000.0
 """Mean time to first token from which on waiting for other requests decides it, not a prompt's own steps."""
 
@@ -493,7 +495,10 @@ def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tup
     device = result.device or context.device
     if context.engine not in VIRTUAL_TIME:
         return (list(device.warnings) if context.policy.needs_costs else []), list(result.warnings)
-    of_device = [*said_of_run(device, batches, device.warnings), *shown_by_servers(device, batches)]
+    front = _front_end(context, device).get(FRONT_END_MS, 0.0)
+    share = front / max(batches.ttft_ms, front or 1.0)
+    of_front = [warning("front-end-decides", front_end_ms=front, share=share)] if share >= FRONT_DECIDES else []
+    of_device = [*said_of_run(device, batches, device.warnings), *shown_by_servers(device, batches), *of_front]
     return of_device, said_of_run(device, batches, result.warnings)
 
 

@@ -82,7 +82,8 @@ class ValidationQuestion:
         return EngineOptions(
             max_num_seqs=self.grid.seqs[-1],
             max_num_batched_tokens=max(self.grid.tokens[-1], self.grid.seqs[-1]),
-            max_model_len=self.grid.options.max_model_len,
+            # Lengths are drawn around their means, up to twice as long.
+            max_model_len=max(self.grid.options.max_model_len, 2 * (self.input_tokens + self.output_tokens)),
             enable_prefix_caching=False,
             async_scheduling=self.engine != "vllm",
             warmup=WARMUP,

@@ -197,3 +197,8 @@ def test_servers_of_h100_had_the_kv_cache_that_their_waiting_shows() -> None:
     cells = {cell.metric: cell for cell in run_cases([shortened(case)], 0, lambda _: None)}
     assert cells["ttft_mean_s"].ours > 2.0
     assert abs(cells["tpot_mean_ms"].error) < 0.15
+
+
+@pytest.mark.parametrize(("prompt", "said"), [(64, True), (12_000, False)])
+def test_a_front_end_that_decides_the_first_token_is_said(prompt: int, said: bool) -> None:
+    assert ("front-end-decides" in caveats_of("h100", "llama-3.1-8b", "0.22", 1, prompt=prompt)) is said

@@ -216,7 +216,7 @@ def by_caveat(audit: Sequence[Audited]) -> Section:
         *(_number(name, _signed) for name in ("median error", "from", "to")),
         *(Column(name) for name in ("said", "missing", "against")),
     )
-    rows = []
+    rows: list[tuple[Value, ...]] = []
     for kind, chosen in sorted(kinds.items(), key=lambda item: (item[0][0] == "none", item[0])):
         signed_errors = [row.cell.error for row in chosen]
         verdicts = [row.verdict for row in chosen]
@@ -243,10 +243,10 @@ def by_row(audit: Iterable[Audited]) -> Section:
 AUDIT_PAGE = "caveats.md"
 AUDIT = """# What runs say about their own errors
 
-Written by `ebbench fidelity`: every scored figure of the measured servers beside the caveats that our run gives about it.
-Promised without a caveat, in nine of ten rows: {promised}. *said*: further off, and a caveat gives that
-direction and size (within what is promised beyond its range). *missing*: further off, and none does. *against*: near
-enough, but on the other side of what a caveat says.
+Written by `ebbench fidelity`: every scored figure of the measured servers beside the caveats of our run about it.
+Promised without a caveat, in nine of ten rows: {promised}. *said*: further off, and a caveat gives that direction and
+size (within what is promised beyond its range). *missing*: further off, and none does. *against*: near enough, but on
+the other side of all that caveats say.
 
 {counts}
 

@@ -140,14 +140,14 @@ def audited(cells: Iterable[PublishedFigure]) -> list[Audited]:
 def _audit(cell: PublishedFigure, figure: str) -> Audited:
     said = {code: SEEN[code][figure] for code in cell.caveats if figure in SEEN.get(code, {})}
     promised, error = PROMISED[figure], cell.error
-    low, high = (edge(0.0, *(size[i] for size in said.values())) for i, edge in enumerate((min, max)))
+    low, high = min([0.0, *(low for low, _ in said.values())]), max([0.0, *(high for _, high in said.values())])
     if not low - promised <= error <= high + promised:
         verdict = "missing"
     elif abs(error) > promised:
         verdict = "said"
     else:
-        against = said and abs(error) > promised / 3 and not low <= error <= high
-        verdict = "against" if against else ""
+        other_side = low < 0 == high < error or error < low == 0 < high
+        verdict = "against" if other_side and abs(error) > promised / 3 else ""
     return Audited(cell, figure, tuple(said), verdict)
 
 
