@@ -45,7 +45,7 @@ from ebbench.analysis.units import (
     require_one_environment,
 )
 from ebbench.errors import DataError, UnknownNameError, UsageError
-from ebbench.records.warnings import ABOUT_SERVER, WARM_CACHE, Fact, fact
+from ebbench.records.warnings import ABOUT_SERVER, WARM_CACHE, Fact, fact, listed_seeds
 
 Outcome = Literal["pass", "fail", "inconclusive"]
 GATED = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
@@ -209,11 +209,6 @@ def _other_plan(count: int, units: Sequence[GateUnit], side: str) -> str:
 
 def _seeds(units: Sequence[GateUnit]) -> list[int]:
     return sorted({unit.seed for unit in units})
-
-
-def listed_seeds(seeds: Sequence[int]) -> str:
-    """The first seeds in words."""
-    return f"seed {', '.join(map(str, seeds[:5]))}{', ...' if len(seeds) > 5 else ''}"
 
 
 def left_out(baseline: Sequence[GateUnit], candidate: Sequence[GateUnit]) -> tuple[Fact, ...]:

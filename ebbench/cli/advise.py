@@ -12,8 +12,7 @@ import typer
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.config.options import AsJson, completing, grouped
 from ebbench.process.command_line import GoodputCommand
-from ebbench.spec.commands import OF_A_SERVER, OF_TRAFFIC, AdviceCommand
-from ebbench.spec.options import RunSettings
+from ebbench.spec.commands import OF_A_SERVER, OF_TRAFFIC, AdviceCommand, RunSettings
 from ebbench.spec.run import OF_LABELS
 
 _DEFAULTS = {

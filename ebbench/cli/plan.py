@@ -11,8 +11,7 @@ from ebbench.config.declare import DEFAULT_MODEL, OUTPUT
 from ebbench.config.options import grouped, under
 from ebbench.errors import UsageError
 from ebbench.process.command_line import GoodputCommand
-from ebbench.spec.commands import OF_A_PLAN, PlanCommand
-from ebbench.spec.options import RunSettings, WorkloadArgument
+from ebbench.spec.commands import OF_A_PLAN, PlanCommand, RunSettings, WorkloadArgument
 
 output = under(OUTPUT)
 _TARGET = ("request_rate", "goodput", "attainment", "scenario", "headroom", "spare")

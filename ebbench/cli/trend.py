@@ -9,9 +9,9 @@ import typer
 
 from ebbench.config.options import Format, check_format, grouped, under
 from ebbench.errors import DataError, UsageError
+from ebbench.foreign.documents import visible
 from ebbench.process.command_line import Command
 from ebbench.runs.stored import DEFAULT_ROOTS, Wanted, listed, meant
-from ebbench.untrusted import visible
 
 judging, output = under("Judging"), under("Output")
 _ALERT = "Exit code 1 if the last change, or the newest point, is worse; 5 if it may be."

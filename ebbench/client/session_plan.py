@@ -15,8 +15,7 @@ import pyarrow as pa
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.release_schedule import Arrivals, Slots
 from ebbench.errors import UsageError
-from ebbench.records.content import CHUNK_TOKENS, block_tokens
-from ebbench.records.plan import ClosedPhase, TurnGraph, turn_graph
+from ebbench.records.plan import CHUNK_TOKENS, ClosedPhase, TurnGraph, block_tokens, turn_graph
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,15 @@ from ebbench.devices.base import Device
 from ebbench.devices.layers import choose_link
 from ebbench.devices.loader import UnitDevice, saving_kv, unit_device
 from ebbench.devices.profiles import answering_costs
-from ebbench.engines.base import EngineResult, Observer, Progress
-from ebbench.engines.checks import (
+from ebbench.engines.base import (
+    EngineResult,
+    Observer,
+    Progress,
     check_fits,
     num_kv_blocks,
     plan_notes,
     refuse_queue_limits,
+    refuse_two_orders,
     refuse_undecided,
     refuse_unsimulated,
 )
@@ -98,6 +101,7 @@ def scheduler_limits(options: EngineOptions) -> SchedulerLimits:
         options.async_scheduling,
         options.long_prefill_token_threshold_adaptive,
         options.scheduler_reserve_full_isl,
+        options.by_priority,
     )
 
 
@@ -117,7 +121,7 @@ def make_controller(
     """
     if policy.native:
         return None
-    return Controller(
+    controller = Controller(
         policy,
         device.calibration,
         max_num_seqs=options.running_limit,
@@ -132,6 +136,9 @@ def make_controller(
         if options.drafts is None
         else replace(options.drafts.theory, acceptance=(0.0,) * options.drafts.tokens),
     )
+    if options.by_priority:
+        refuse_two_orders(policy.name, controller.orders_queue)
+    return controller
 
 
 def snapshot(
@@ -207,7 +214,7 @@ class SimEngine:
             raise UsageError(
                 "--speculative is not simulated with separate prefill and decode pools; leave one of them out"
             )
-        refuse_unsimulated(plan, self.name)
+        refuse_unsimulated(plan, self.name, options)
         with collector_paused():
             for make_kv in _kv_managers(plan, options):
                 try:

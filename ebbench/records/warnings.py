@@ -469,6 +469,11 @@ def _odd_usage(field: str, answers: int, first: str) -> str:
     return f"{where} of {counted} is no possible number of tokens ({before}{first}): {treated}"
 
 
+def listed_seeds(seeds: Sequence[int]) -> str:
+    """The first seeds in words."""
+    return f"seed {', '.join(map(str, seeds[:5]))}{', ...' if len(seeds) > 5 else ''}"
+
+
 def health_in_words(status: int, timeout_s: float) -> str:
     """What a server's /health says; ``status`` 0: it gives no answer within ``timeout_s``."""
     return f"/health answers {status}" if status else f"/health gives no answer within {timeout_s:.3g} s"

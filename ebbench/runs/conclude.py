@@ -22,8 +22,7 @@ from ebbench.analysis.summary import Summary, make_summary
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices.base import Device, StepShape
-from ebbench.engines.base import EngineResult
-from ebbench.engines.checks import start_notes
+from ebbench.engines.base import EngineResult, start_notes
 from ebbench.errors import RunError
 from ebbench.records.manifest import (
     Clock,
@@ -34,7 +33,7 @@ from ebbench.records.manifest import (
     plan_hash,
     software_versions,
 )
-from ebbench.records.plan import Plan, with_class
+from ebbench.records.plan import Plan, with_plan_columns
 from ebbench.records.run import NotStoredError, Run, RunWriter
 from ebbench.records.schema import DECISIONS, REQUEST_LATENCIES, REQUESTS, STEPS
 from ebbench.records.warnings import (
@@ -49,8 +48,7 @@ from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts
 from vllm_eb.policy import PolicySpec
 
 if TYPE_CHECKING:
-    from ebbench.devices.roofline import RooflineCost
-    from ebbench.devices.table import TableCost
+    from ebbench.devices.costs import RooflineCost, TableCost
 
 
 MATTERS = 0.02
@@ -105,8 +103,7 @@ def said_of_run(device: Device, batches: Batches, warnings: Iterable[RunWarning]
 
 def _sized(said: RunWarning, device: Device, batches: Batches) -> RunWarning | None:
     """A caveat with its size in such a run; None if it does not matter to it."""
-    from ebbench.devices.roofline import RooflineCost
-    from ebbench.devices.table import TableCost
+    from ebbench.devices.costs import RooflineCost, TableCost
 
     profile, request, cost = device.profile, device.request, device.cost
     assert profile is not None
@@ -128,8 +125,8 @@ def _sized(said: RunWarning, device: Device, batches: Batches) -> RunWarning | N
 
 def shown_by_servers(device: Device, batches: Batches) -> list[RunWarning]:
     """What measured servers with this GPU had that is not modelled, where it is much of a run of such batches."""
+    from ebbench.devices.costs import TableCost
     from ebbench.devices.loader import TABLES_SINCE, older_than
-    from ebbench.devices.table import TableCost
 
     profile, model, request = device.profile, device.geometry, device.request
     if profile is None or model is None or request is None or not isinstance(device.cost, TableCost):
@@ -329,7 +326,7 @@ def conclude(writer: RunWriter, context: RunContext, result: EngineResult) -> Ru
 
 def conclude_with_summary(writer: RunWriter, context: RunContext, result: EngineResult) -> tuple[Run, Summary]:
     """:func:`conclude`, also returning the summary, whose metrics are computed for the validity check anyway."""
-    result = replace(result, requests=with_class(result.requests, context.plan.table))
+    result = replace(result, requests=with_plan_columns(result.requests, context.plan.table))
     columns = RequestColumns.of(result.requests)
     windows = steady_windows(columns, phase_facts(context.plan))
     metrics = measure(columns, slo=context.slo, windows=windows)

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_VLLM, Declared, declared_in
-from ebbench.engines.checks import refuse_server_settings
+from ebbench.engines.base import refuse_server_settings
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml, read_toml
 from ebbench.spec.commands import DEFAULTS, SET_BY_SEARCH, PlanCommand, RunCommand, SearchCommand
@@ -53,7 +53,7 @@ def with_batch_limits(settings: Mapping[str, Any]) -> dict[str, Any]:
     if settings.get("engine", RunSpec.engine) not in VIRTUAL_TIME:
         return dict(settings)
     from ebbench.devices.capacity import batch_limits
-    from ebbench.devices.linear import GIVEN
+    from ebbench.devices.costs import GIVEN
     from ebbench.devices.profiles import find_profile
 
     name = str(settings.get("device") or DEFAULT_DEVICE)

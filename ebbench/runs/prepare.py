@@ -16,11 +16,12 @@ from ebbench.analysis.metrics import PRICE, parse_slo, refuse_unknown_classes
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.config.topology import TopologySpec
 from ebbench.devices.base import SINGLE, Device, DeviceRequest
-from ebbench.engines.base import Engine
-from ebbench.engines.checks import (
+from ebbench.engines.base import (
+    Engine,
     check_counts,
     check_fits,
     check_options,
+    refuse_priorities,
     refuse_queue_limits,
     refuse_server_settings,
     refuse_simulated,
@@ -157,7 +158,7 @@ def device_of(spec: RunSpec, policies: Sequence[PolicySpec] = ()) -> Device:
         kv_cache_dtype=options.kv_cache_dtype,
         kv_tokens=None if options.num_kv_blocks is None else options.num_kv_blocks * options.block_size,
         vllm_version=options.vllm_version,
-        drafts=options.drafts,
+        speculative=options.drafts,
         assume_kernels=options.assume_kernels,
         prefix_caching=options.enable_prefix_caching,
     )
@@ -228,11 +229,10 @@ class Series:
         plan = self.spec.plan
         if plan.keep_text and engine.name in VIRTUAL_TIME:
             raise UsageError(f"--keep-text sends a log's prompts to a server; {engine.name} reads none, leave it out")
-        if engine.name == "vllm" and not any(word.endswith("priority") for word in self.spec.vllm_options):
+        if not is_server(self.spec.engine):
             from ebbench.workloads.mixture import has_priorities
 
-            if has_priorities(plan):
-                raise UsageError("priorities need a server that schedules by them: add -- --scheduling-policy priority")
+            refuse_priorities(has_priorities(plan), self.spec.server)
         if plan.cache_hit_rate is not None and not self.spec.server.enable_prefix_caching:
             raise UsageError("--cache-hit-rate needs the prefix cache; leave out --no-prefix-caching")
 

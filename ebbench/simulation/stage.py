@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from ebbench.config.topology import PoolSpec
 from ebbench.devices.base import CostModel, StepShape
 from ebbench.devices.profiles import ApiServerCosts
-from ebbench.records.content import CHUNK_TOKENS, block_tokens
-from ebbench.records.plan import Plan
+from ebbench.records.plan import CHUNK_TOKENS, Plan, block_tokens
 from ebbench.simulation.api_server import ApiServers
 from ebbench.simulation.engine import EngineLoop, Unit
 from ebbench.simulation.kv import KvBlocks

@@ -15,9 +15,9 @@ from ebbench.analysis.metrics import refuse_unknown_classes
 from ebbench.config.declare import DEFAULT_VLLM, option_name
 from ebbench.config.topology import parse_topology
 from ebbench.devices.capacity import batch_limits
+from ebbench.devices.costs import measured_devices
 from ebbench.devices.profiles import find_profile
-from ebbench.devices.table import measured_devices
-from ebbench.engines.checks import check_counts
+from ebbench.engines.base import check_counts
 from ebbench.errors import UsageError
 from ebbench.render.documents import Console
 from ebbench.render.live import Work, shown

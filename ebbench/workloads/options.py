@@ -203,7 +203,10 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        _check_prefixes(self)
+        if self.prefix_share is not None and self.cache_hit_rate is not None:
+            raise UsageError("--prefix-share and --cache-hit-rate both set the shared prefix; leave one of them out")
+        if self.prefix_groups is not None and not self.shares_prefixes:
+            raise UsageError("--prefix-groups needs --prefix-share or --cache-hit-rate")
         if self.time_unit is not None and self.time_unit not in TIME_UNITS:
             raise UnknownNameError("time unit", self.time_unit, TIME_UNITS)
 
@@ -226,14 +229,6 @@ class PlanOptions:
             self.max_concurrency, self.request_rate, self.saturation_rate, self.burstiness, self.duration_s,
             self.rate_scale or 1.0,
         )  # fmt: skip
-
-
-def _check_prefixes(options: PlanOptions) -> None:
-    """Raise UsageError for options of shared prefixes that cannot be used together."""
-    if options.prefix_share is not None and options.cache_hit_rate is not None:
-        raise UsageError("--prefix-share and --cache-hit-rate both set the shared prefix; leave one of them out")
-    if options.prefix_groups is not None and not options.shares_prefixes:
-        raise UsageError("--prefix-groups needs --prefix-share or --cache-hit-rate")
 
 
 def scenario_meant(

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.devices.linear import (
+from ebbench.devices.costs import (
     DECODE_CONTEXT_TOKENS,
     DECODE_SEQS,
     PREFILL_TOKENS,
