@@ -43,7 +43,6 @@ from ebbench.records.warnings import (
     RunWarning,
     warning,
 )
-from ebbench.runs.api_server import api_server_warning
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts
 from vllm_eb.policy import PolicySpec
 
@@ -401,10 +400,7 @@ def _manifest(
     warnings: tuple[RunWarning, ...],
 ) -> Manifest:
     plan, device = context.plan, result.device or context.device
-    facts = {
-        **plan.facts, **result.facts, **(dict(device.identity) if context.device_known else {}),
-        **_front_end(context, device),
-    }  # fmt: skip
+    facts = {**plan.facts, **result.facts, **(dict(device.identity) if context.device_known else {})}
     versions = dict(context.versions)
     if context.engine != "sim":
         from ebbench.engines.machine import engine_versions
@@ -440,16 +436,6 @@ def _manifest(
     )
 
 
-def _front_end(context: RunContext, device: Device) -> dict[str, float]:
-    """The time in front of a simulated engine: the option's, else that of the device; nothing where there is none."""
-    if context.engine not in VIRTUAL_TIME:
-        return {}
-    from ebbench.devices.profiles import answering_costs
-
-    costs = answering_costs(context.options, device.profile)
-    return {FRONT_END_MS: costs.latency_us / 1e3} if costs is not None and costs.latency_us else {}
-
-
 def _kv_tokens(context: RunContext, device: Device, facts: Mapping[str, Any]) -> int | None:
     """KV cache of an instance in tokens; None if it is unknown, as behind a server that ebbench did not start.
 
@@ -476,8 +462,6 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics, batch
         *context.warnings,
         *_measurement_warnings(context.plan, metrics),
     ]
-    if limit := api_server_warning(context.engine, context.options, result.facts, metrics):
-        warnings.append(limit)
     once: dict[str, RunWarning] = {}
     for stored in warnings:
         once.setdefault(str(stored), stored)
@@ -492,7 +476,7 @@ def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tup
     device = result.device or context.device
     if context.engine not in VIRTUAL_TIME:
         return (list(device.warnings) if context.policy.needs_costs else []), list(result.warnings)
-    front = _front_end(context, device).get(FRONT_END_MS, 0.0)
+    front = float(result.facts.get(FRONT_END_MS) or 0.0)
     share = front / max(batches.ttft_ms, front or 1.0)
     of_front = [warning("front-end-decides", front_end_ms=front, share=share)] if share >= FRONT_DECIDES else []
     of_device = [*said_of_run(device, batches, device.warnings), *shown_by_servers(device, batches), *of_front]
