@@ -160,10 +160,10 @@ def test_gpt_oss_on_blackwell_says_its_activations(device: str, said: bool) -> N
 def caveats_of(device: str, model: str, version: str, open_requests: int, tp: int = 1, prompt: int = 512) -> set[str]:
     """Codes of the caveats of a closed loop's run."""
     run = simulated(
-        "balanced", "v1", device, model, 8, 8192, vllm_version=version, front_end_ms=None,
-        topology=parse_topology(f"tp={tp}"), num_prompts=2 * open_requests, max_concurrency=open_requests,
-        input_len=prompt, output_len=64, length_distribution="fixed",
-    )  # fmt: skip
+        "balanced", "v1", device, model, 8, 8192, topology=parse_topology(f"tp={tp}"),
+        num_prompts=2 * open_requests, max_concurrency=open_requests, input_len=prompt, output_len=64,
+        length_distribution="fixed",
+    ).changed(vllm_version=version, front_end_ms=None)  # fmt: skip
     return {told["code"] for told in make(Task(run)).figures["warnings"]}
 
 
