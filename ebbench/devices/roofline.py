@@ -18,7 +18,8 @@ BANDWIDTH_SHARE = 0.80
 class RooflineAttention:
     """Attention of all layers of one kind. ``kv_bytes``: read per token before a query; ``pair_flops`` and
     ``decode_flops``: operations per pair of a query and a key, in prompts and in decodes; ``window``: most tokens that
-    a query reads, 0: all; ``state_bytes``: of a sequence, read and written in every step."""
+    a query reads, 0: all; ``state_bytes``: of a sequence, read and written in every step, and written
+    once more per drafted token."""
 
     kv_bytes: float
     pair_flops: float
@@ -87,7 +88,7 @@ class RooflineCost:
                 pairs = min(pairs, chunk * (context + 0.5 * (min(chunk, kind.window) + 1)))
             time += max(pairs * kind.pair_flops / self.flops_per_s, context * kind.kv_bytes / self.bytes_per_s)
         sequences = shape.decode_seqs + len(shape.prefill)
-        return time + sequences * 2.0 * kind.state_bytes / self.bytes_per_s
+        return time + (sequences * 2.0 + shape.draft_tokens) * kind.state_bytes / self.bytes_per_s
 
 
 def roofline_cost(

@@ -22,6 +22,7 @@ from ebbench.devices.profiles import answering_costs
 from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.engines.checks import (
     check_fits,
+    longest_sequence,
     num_kv_blocks,
     plan_notes,
     refuse_queue_limits,
@@ -382,7 +383,7 @@ class _Simulation:
         if options.drafts is not None:
             from ebbench.simulation.drafting import Drafting
 
-            longest = min(options.max_model_len, blocks * options.block_size)
+            longest = min(options.max_model_len, longest_sequence(device, options))
             self._drafting = Drafting.of(options.drafts, state, int(self._plan.facts.get("seed", 0)), longest)
         spec = StageSpec(
             pool=pool,

@@ -107,6 +107,8 @@ class DraftingScheduler(Scheduler):
         self._known: Ints = state.prompt.copy()
         self._generated: Ints = np.zeros(state.count, np.int64)
         self._burst: Ints = np.zeros(state.count, np.int64)  # tokens of the last step, without asynchronous scheduling
+        self._ends: Ints = np.zeros(state.count, np.int64)  # most tokens that a step was to compute, those rejected too
+        self.recomputes_block = drafting.recomputes_block
 
     @property
     def only_decodes(self) -> bool:
@@ -120,9 +122,12 @@ class DraftingScheduler(Scheduler):
         return bool((self._continues(rows) & ~self.state.partial[rows]).any())
 
     def hits(self, row: int, known_tokens: int) -> list[int]:
-        """See Scheduler. The drafter needs hidden states of the last block of a cached prefix."""
+        """See Scheduler. The drafter needs hidden states of the last block of a cached prefix; where that begins no
+        state was kept but by chance."""
+        if self.recomputes_block and self.state_block_tokens:
+            return []
         cached = list(self.kv.lookup(row, known_tokens))
-        return cached[:-1] if self._drafting.recomputes_block else cached
+        return cached[:-1] if self.recomputes_block else cached
 
     def padding(self, running: Ints) -> int:
         """See Scheduler: as many tokens as a decode with drafts has, unless a prompt is being computed."""
@@ -161,14 +166,10 @@ class DraftingScheduler(Scheduler):
         computed = state.computed.take(candidates)
         tokens = np.minimum(state.target.take(candidates) - computed, self.longest_tokens - computed - 1)
         tokens[~self._continues(candidates)] = 0
-        if threshold:
-            np.minimum(tokens, threshold, out=tokens)
-        if np.add.reduce(tokens) > budget:
-            before = np.cumsum(tokens) - tokens
-            tokens = np.clip(budget - before, 0, tokens)
-        slots = np.minimum(computed + tokens + self.lookahead_tokens, self.longest_tokens)
-        need = -(-slots // self.limits.block_size) - state.held_blocks.take(candidates)
-        np.maximum(need, 0, out=need)
+        tokens = self._within(candidates, computed, tokens, threshold, budget)
+        need = self._held(candidates, computed, tokens) - state.held_blocks.take(candidates)
+        if self.layout is None:
+            np.maximum(need, 0, out=need)
         need[tokens == 0] = 0
         if self._suffices(need):
             self._grow(candidates, need)
@@ -181,9 +182,21 @@ class DraftingScheduler(Scheduler):
                 self.kv.publish(row, min(int(state.computed[row]) + count, int(self._known[row])))
         return candidates, tokens, budget - int(np.add.reduce(tokens))
 
+    def _held(self, rows: Ints, computed: Ints, tokens: Ints) -> Ints:
+        """Blocks of ``rows`` with ``tokens`` more. Where layers keep a state, none that rejected drafts needed is given
+        back."""
+        ends = computed + tokens
+        if self.layout is None:
+            return -(-np.minimum(ends + self.lookahead_tokens, self.longest_tokens) // self.limits.block_size)
+        before = self._ends.take(rows)
+        ends = np.maximum(before, ends)
+        slots = np.minimum(ends + self.lookahead_tokens, self.longest_tokens)
+        return self.layout.held(slots, self._processed(rows, computed), before, ends)
+
     def _preempt(self, step: Step, row: int) -> None:
         super()._preempt(step, row)
         self._known[row], self._burst[row] = self.state.target[row], 0
+        self._ends[row] = 0
 
     def advance(self, step: Step) -> StepShape:
         """See Scheduler. Drafts of decodes are further tokens of the step; the context of a sequence ends with them."""
@@ -193,6 +206,7 @@ class DraftingScheduler(Scheduler):
         before, partial = state.computed.take(rows), state.partial.take(rows)
         after = before + step.tokens
         state.computed[rows] = after
+        self._ends[rows] = np.maximum(self._ends.take(rows), after)
         drafts = np.maximum(after - self._known.take(rows), 0)
         complete = after >= self._known.take(rows)
         decodes, prompts = ~partial, partial.nonzero()[0]

@@ -55,12 +55,12 @@ def admissible(scheduler: Scheduler, running_limit: int) -> bool:
 
 
 def admit_waiting(
-    scheduler: Scheduler, now_ns: int, budget: int, threshold: int, running_limit: int, running: Ints
+    scheduler: Scheduler, now_ns: int, budget: int, most: int, threshold: int, running_limit: int, running: Ints
 ) -> tuple[list[int], list[int]]:
     """Admit waiting requests in order while ``budget`` tokens, slots up to ``running_limit`` and KV blocks last.
 
-    ``threshold``: most tokens of one request, 0 is no limit. ``running``: running requests in the step. Returns the
-    rows and the tokens of each in this step.
+    ``most``: tokens of the whole step. ``threshold``: most tokens of one request, 0 is no limit. ``running``: running
+    requests in the step. Returns the rows and the tokens of each in this step.
     """
     state, kv, limits, waiting = scheduler.state, scheduler.kv, scheduler.limits, scheduler.waiting
     whole, block_size, delivered = limits.scheduler_reserve_full_isl, limits.block_size, scheduler.delivered
@@ -88,12 +88,18 @@ def admit_waiting(
             chunk = threshold
         if chunk > budget:
             chunk = budget
+        if scheduler.state_block_tokens:
+            wanted, chunk = chunk, scheduler.up_to_state(row, cached, chunk, most)
+            if not chunk:
+                break
+            if wanted > known - cached and chunk < wanted:
+                chunk = 1  # what extends it would not be whole
         after = cached + chunk
         slots = min(after + lookahead, longest) if lookahead else after
         if not _fits(scheduler, max(known, slots) if whole else slots, hits, pinned):
             break
         waiting.popleft()
-        _allocate(scheduler, row, hits, cached, slots)
+        _allocate(scheduler, row, hits, cached, after, slots)
         _note_admission(scheduler, row, cached, now_ns)
         if scheduler.counted is None:
             kv.publish(row, min(after, known))
@@ -116,17 +122,19 @@ def _cached_tokens(scheduler: Scheduler, row: int, hits: Sequence[int]) -> int:
 def _fits(scheduler: Scheduler, tokens: int, hits: Sequence[int], pinned: int) -> bool:
     """Whether blocks for ``tokens`` tokens are free; ``pinned`` of the blocks that are hit count as free now."""
     if scheduler.layout is not None:
-        return scheduler.layout.most(tokens) <= scheduler.kv.free
+        return scheduler.layout.first(tokens) <= scheduler.kv.free
     return -(-tokens // scheduler.limits.block_size) - len(hits) + pinned <= scheduler.kv.free
 
 
-def _allocate(scheduler: Scheduler, row: int, hits: Sequence[int], cached: int, after: int) -> None:
-    """Give a request the blocks of its ``cached`` tokens and of its first chunk, ``after`` KV slots together."""
+def _allocate(scheduler: Scheduler, row: int, hits: Sequence[int], cached: int, after: int, slots: int) -> None:
+    """Give a request the blocks of its ``cached`` tokens and of its first chunk, which ends ``after`` so many tokens:
+    ``slots`` KV slots together."""
     if scheduler.layout is None:
-        need = -(-after // scheduler.limits.block_size) - len(hits)
+        need = -(-slots // scheduler.limits.block_size) - len(hits)
         held = len(hits) + need
     else:
-        held = need = int(scheduler.layout.held(np.array([after], np.int64), np.array([cached], np.int64))[0])
+        room, computed, ends = (np.array([tokens], np.int64) for tokens in (slots, cached, after))
+        held = need = int(scheduler.layout.held(room, computed, computed, ends)[0])
     counted = scheduler.counted
     if hits or counted is None:
         scheduler.kv.adopt(row, hits)
@@ -158,7 +166,7 @@ def prompt_tokens(scheduler: Scheduler, wanted: int) -> int:
             break
         known = int(state.target[row])
         slots -= 1
-        blocks -= -(-known // block_size) if scheduler.layout is None else scheduler.layout.most(known)
+        blocks -= -(-known // block_size) if scheduler.layout is None else scheduler.layout.first(known)
         if blocks < 0:
             break
         tokens += known
@@ -316,6 +324,8 @@ class Scheduler:
         self.api_servers: ApiServers | None = None  # stream the tokens to the clients, if simulated
         self.counted = kv if isinstance(kv, CountedKv) else None  # the same manager, if counting is sufficient
         self.layout = kv.layout if isinstance(kv, LaidOutKv) else None  # where blocks are not by tokens alone
+        self.state_block_tokens = 0 if self.layout is None else self.layout.state_block_tokens
+        self.recomputes_block = False  # the last one of a cached prefix, for a drafter
         self.on_verified: Callable[[list[int], list[int]], None] | None = None  # see DraftingScheduler
         self.draft_lengths: Callable[[], Sequence[int] | None] = lambda: None  # see Controller
         self.delivered: dict[int, int] = {}
@@ -444,7 +454,7 @@ class Scheduler:
         threshold = chunk_limit(self, len(candidates)) if limits.long_prefill_token_threshold else 0
         rows, tokens, budget = self._schedule_running(step, candidates, threshold, most)
         if admit and not step.preempted and self.waiting:
-            new_rows, new_tokens = admit_waiting(self, step.scheduled_ns, budget, threshold, running_limit, rows)
+            new_rows, new_tokens = admit_waiting(self, step.scheduled_ns, budget, most, threshold, running_limit, rows)
             if new_rows:
                 rows = np.concatenate([rows, np.array(new_rows, np.int64)])
                 tokens = np.concatenate([tokens, np.array(new_tokens, np.int64)])
@@ -460,15 +470,12 @@ class Scheduler:
         computed = state.computed.take(candidates)
         tokens = state.target.take(candidates) - computed
         tokens[computed >= state.last.take(candidates)] = 0  # the last token is in flight: no further step is needed
-        if threshold:
-            np.minimum(tokens, threshold, out=tokens)
-        if np.add.reduce(tokens) > budget:
-            before = np.cumsum(tokens) - tokens
-            tokens = np.clip(budget - before, 0, tokens)
+        tokens = self._within(candidates, computed, tokens, threshold, budget)
         block_size = self.limits.block_size
         held_blocks = state.held_blocks.take(candidates)
         if self.layout is not None:
-            need = self.layout.held(computed + tokens, self._processed(candidates, computed)) - held_blocks
+            processed = self._processed(candidates, computed)
+            need = self.layout.held(computed + tokens, processed, computed) - held_blocks
             need[tokens == 0] = 0
         else:
             need = (computed + tokens + (block_size - 1)) // block_size - held_blocks
@@ -501,7 +508,8 @@ class Scheduler:
         if np.count_nonzero(due) < len(rows):
             rows, computed = rows[due], computed[due]
         if self.layout is not None:
-            need = self.layout.held(computed + 1, self._processed(rows, computed)) - state.held_blocks.take(rows)
+            processed = self._processed(rows, computed)
+            need = self.layout.held(computed + 1, processed, computed) - state.held_blocks.take(rows)
             if len(rows) > budget or not self._suffices(need):
                 return None
             self._grow(rows, need)
@@ -512,6 +520,47 @@ class Scheduler:
         if len(growing):
             self._take(growing, self.ones[: len(growing)])
         return rows, computed
+
+    def _within(self, rows: Ints, computed: Ints, tokens: Ints, threshold: int, budget: int) -> Ints:
+        """The tokens that ``rows`` compute in this step, of those that they could.
+
+        ``threshold``: most of one request, 0 is no limit. ``budget``: of all.
+        """
+        if threshold:
+            np.minimum(tokens, threshold, out=tokens)
+        if self.state_block_tokens and self.prefilling:
+            left = budget
+            for place, (row, done, wanted) in enumerate(
+                zip(rows.tolist(), computed.tolist(), tokens.tolist(), strict=True)
+            ):
+                chunk = min(wanted, left)
+                if chunk and self.state.partial[row]:
+                    chunk = self.up_to_state(row, done, chunk, budget)
+                tokens[place] = chunk
+                left -= chunk
+        elif np.add.reduce(tokens) > budget:
+            before = np.cumsum(tokens) - tokens
+            tokens = np.clip(budget - before, 0, tokens)
+        return tokens
+
+    def up_to_state(self, row: int, done: int, tokens: int, most: int) -> int:
+        """The part of a chunk of ``tokens`` after ``done`` tokens that ends where the state is kept.
+
+        A state is kept at the end of a block, and only where a chunk ends. ``most``: tokens of a step; a block that is
+        longer is computed in several chunks.
+        """
+        block, known, prompt = self.state_block_tokens, int(self.state.target[row]), int(self.state.prompt[row])
+        end, whole = done + tokens, max(prompt, known - 1)
+        if done >= whole:
+            return tokens
+        threshold = self.limits.long_prefill_token_threshold
+        if end < whole:
+            aligned = end // block * block
+            if aligned > done or block <= (min(most, threshold) if threshold else most):
+                end = aligned
+        last = (known // block * block - block) if self.recomputes_block else (known - 1) // block * block
+        stops = (last, (done // block + 1) * block if done % block else 0)
+        return max(min((stop for stop in stops if done < stop < end), default=end) - done, 0)
 
     def _suffices(self, need: Ints) -> bool:
         """Whether the free blocks suffice for every request in turn; one may give back more than it takes."""
