@@ -71,9 +71,9 @@ MiniMax-M3's EAGLE-3 head (0.78, 0.60, 0.45, 0.28, 0.24), and with 5 and that fo
 0.08, 0.04); DeepSeek-V3 in FP8 on eight H200 (tp = 8) and eight B200 (tp = 8, experts over all eight) with its own
 MTP layer: 1 drafted token at its published acceptance (0.85), 3 at that of DeepSeek-V4-Pro's (0.79, 0.48, 0.22),
 since for V3 only the first is published; Qwen3.5-397B-A17B in FP8 on the same servers with its own MTP layer, with 1,
-3 and 5 and its published acceptance (0.93, 0.80, 0.66, 0.58, 0.44); three of four of its layers keep a recurrent state,
-one more per drafted token (sources: ebbench/spec/acceptance.toml). Latent attention, recurrent layers and the experts of
-both are priced by the extra ebbench[tables]."""
+3 and 5 and its published acceptance (0.93, 0.80, 0.66, 0.58, 0.44); three of four of its layers keep a recurrent
+state, and one more per drafted token (sources: ebbench/spec/acceptance.toml). Latent attention, recurrent layers and
+the experts of both are priced by the extra ebbench[tables]."""
 BY_DRAFTS = f"""Output tokens/s of v1 over those without drafts, then gain over v1 with the same drafts, mean over the
 cells and, in brackets, the number of cells in which a policy is more than 1 % ahead of v1. Adaptive: `{ADAPTIVE}`;
 eq. 8: cells in which the theory prefers exclusive batches:"""
