@@ -394,7 +394,8 @@ def _drafting(built: Built, drafts: Speculative, model: ModelGeometry) -> Built:
         kind = [mixer for mixer in model.mixers if mixer.kind != "index"].index(model.main)
         cost = replace(cost, drafter=Drafter(drafts.tokens, layers, layers / model.layers, rules.head_share, kind))
     layers = rules.layers if cost is not built.cost else 0
-    note = warning("drafts-modelled", tokens=drafts.tokens, model=model.name, layers=layers)
+    states = {"states": True} if model.state_bytes else {}
+    note = warning("drafts-modelled", tokens=drafts.tokens, model=model.name, layers=layers, **states)
     return Built(cost, built.provenance, (*built.warnings, note))
 
 
