@@ -187,7 +187,9 @@ class DraftingScheduler(Scheduler):
         back."""
         ends = computed + tokens
         if self.layout is None:
-            return -(-np.minimum(ends + self.lookahead_tokens, self.longest_tokens) // self.limits.block_size)
+            slots = np.minimum(ends + self.lookahead_tokens, self.longest_tokens)
+            blocks: Ints = -(-slots // self.limits.block_size)
+            return blocks
         before = self._ends.take(rows)
         ends = np.maximum(before, ends)
         slots = np.minimum(ends + self.lookahead_tokens, self.longest_tokens)

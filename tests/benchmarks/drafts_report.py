@@ -81,8 +81,8 @@ BY_CELL = """By cell: tokens/s of v1, gains of the others, and the advantage of 
 per computed token (positive: exclusive). *: the number of drafted tokens with which v1 is fastest."""
 ABOUT_ADAPTIVE = """`marginal:draft=adaptive` compares steps of decodes alone. Where mixed batches are as fast as
 here, drafts beside prompts cost less than that: on the L40S, whose mixed attention is slow, it drafts too little with 1
-and 3 tokens. Where a server drafts more than its acceptance pays for, it gains most. For DeepSeek-V3 and Qwen3.5 with 128
-sequences on eight GPUs steps load weights, so drafts pay in any batch, and refills on their own cost more than they
+and 3 tokens. Where a server drafts more than its acceptance pays for, it gains most. For DeepSeek-V3 and Qwen3.5 with
+128 sequences on eight GPUs steps load weights, so drafts pay in any batch, and refills on their own cost more than they
 save. Without drafts equation 8 prefers exclusive batches in all Qwen3.5 cells, where they lose: it takes decode steps
 for a straight line, 24.6 ms with 128 sequences on the H200, but they take 29.3, since more sequences load more
 experts."""

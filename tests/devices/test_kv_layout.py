@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebbench.devices.base import SINGLE, Parallel, Device
+from ebbench.devices.base import SINGLE, Device, Parallel
 from ebbench.devices.capacity import layout_with
 from ebbench.devices.geometry import KvGroup, KvLayout, ModelGeometry, attention, kv_layout
 from ebbench.devices.loader import load_device
