@@ -26,10 +26,10 @@ from ebbench.analysis.summary import Summary, summarise
 from ebbench.analysis.units import FIGURES, GateUnit, is_higher_better
 from ebbench.config.topology import PoolSpec, TopologySpec, parse_topology
 from ebbench.errors import DataError, UnknownNameError, UsageError
+from ebbench.foreign.documents import csv_cell
 from ebbench.records import files
 from ebbench.records.run import Run
 from ebbench.records.warnings import ESTIMATED
-from ebbench.untrusted import csv_cell
 
 # A run in the benchmark report format of llm-d, schema 0.2, as JSON (which is valid YAML).
 #

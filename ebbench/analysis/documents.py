@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ebbench.untrusted import visible
+from ebbench.foreign.documents import visible
 
 
 @dataclass(frozen=True)

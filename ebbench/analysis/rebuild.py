@@ -21,7 +21,7 @@ from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.errors import DataError
 from ebbench.records import files
 from ebbench.records.manifest import Manifest, decode_manifest
-from ebbench.records.plan import with_class
+from ebbench.records.plan import with_plan_columns
 from ebbench.records.run import MANIFEST, PARTIAL, SCHEMAS, TAIL, Run, RunWriter, require_directory
 from ebbench.records.schema import PLAN, REQUESTS
 from ebbench.records.warnings import warning
@@ -62,7 +62,7 @@ def rebuild(directory: Path, *, skip_damaged: bool = False) -> Rebuilt:
     damaged: list[Path] = []
     manifest, shards, tables = _read(directory, damaged, skip=skip_damaged)
     recorded = tables["requests"]
-    tables["requests"] = with_class(_complete(recorded, tables["plan"]), tables["plan"])
+    tables["requests"] = with_plan_columns(_complete(recorded, tables["plan"]), tables["plan"])
     finished = RunWriter(directory).finish(_judged(manifest, tables, recorded.num_rows, damaged), tables)
     for shard in (shard for paths in shards.values() for shard in paths if ".part-" in shard.name):
         if shard not in damaged:
@@ -80,7 +80,7 @@ def so_far(directory: Path) -> Run:
     Raises DataError if there is none, or none that can be read at this moment.
     """
     manifest, _, tables = _read(directory, [], skip=True)
-    tables["requests"] = with_class(tables["requests"], tables["plan"])
+    tables["requests"] = with_plan_columns(tables["requests"], tables["plan"])
     return Run(directory, msgspec.structs.replace(manifest, valid=True, interrupted=False, reasons=()), tables)
 
 

@@ -12,12 +12,11 @@ import typer
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.config.options import AsJson, completing, grouped
 from ebbench.process.command_line import GoodputCommand
-from ebbench.spec.commands import OF_A_SERVER, OF_TRAFFIC, AdviceCommand
-from ebbench.spec.options import RunSettings
+from ebbench.spec.commands import OF_A_SERVER, OF_TRAFFIC, AdviceCommand, RunSettings
 from ebbench.spec.run import OF_LABELS
 
 _DEFAULTS = {
-    "device": DEFAULT_DEVICE, "model": DEFAULT_MODEL, "max_num_seqs": None, "source": "profile", "api_server": "auto",
+    "device": DEFAULT_DEVICE, "model": DEFAULT_MODEL, "max_num_seqs": None, "source": "profile",
 }  # fmt: skip
 _OF_RUNS = ("device", "model", "max_num_seqs", "link", *OF_TRAFFIC, *OF_A_SERVER, *OF_LABELS)
 Workload = Annotated[
@@ -46,11 +45,10 @@ def advise(
     from ebbench.advice.candidates import advice_question
     from ebbench.advice.simulate import Effort, find_advice
     from ebbench.render.documents import Console
-    from ebbench.runs.prepare import api_server_if_busy
     from ebbench.runs.store import RunStore
 
     question = advice_question({**settings, "workload": workload})
-    effort = Effort(api_server_if_busy(settings), crossover, tune, workers, quiet)
+    effort = Effort(crossover, tune, workers, quiet)
     advice = find_advice(question, RunStore(runs), effort)
     if as_json:
         sys.stdout.write(json.dumps(sentences.as_dict(advice), indent=2) + "\n")

@@ -7,8 +7,15 @@ from typing import Annotated, Any
 
 from ebbench.config.declare import OUTPUT
 from ebbench.config.options import grouped, under
-from ebbench.spec.commands import DEFAULTS, SET_BY_SEARCH, SearchCommand
-from ebbench.spec.options import RunsCommand, RunSettings, VllmOptions, WorkloadArgument
+from ebbench.spec.commands import (
+    DEFAULTS,
+    SET_BY_SEARCH,
+    RunsCommand,
+    RunSettings,
+    SearchCommand,
+    VllmOptions,
+    WorkloadArgument,
+)
 
 output = under(OUTPUT)
 

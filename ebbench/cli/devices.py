@@ -11,7 +11,7 @@ import typer
 from ebbench.config.declare import DEFAULT_MODEL
 from ebbench.config.options import completing
 from ebbench.process.command_line import Command
-from ebbench.spec.options import Tp, setting
+from ebbench.spec.commands import Tp, setting
 
 if TYPE_CHECKING:
     from ebbench.devices.describe import DeviceFacts
@@ -77,7 +77,7 @@ def show(
     from ebbench.devices.describe import describe
     from ebbench.devices.loader import load_device
     from ebbench.devices.profiles import as_decoder
-    from ebbench.engines.checks import check_counts, check_tp
+    from ebbench.engines.base import check_counts, check_tp
     from ebbench.spec.server import parse_speculative
 
     check_tp(tp, link)

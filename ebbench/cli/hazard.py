@@ -11,7 +11,7 @@ import typer
 
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.config.options import completing, refuse_unused
-from ebbench.spec.options import setting
+from ebbench.spec.commands import setting
 
 if TYPE_CHECKING:
     from ebbench.hazard import Hazard
@@ -51,7 +51,7 @@ def hazard(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Show the empirical completion hazard, tests of its trend (Mann-Kendall, regression), and the fit p0 + eta t."""
-    from ebbench.engines.checks import check_counts
+    from ebbench.engines.base import check_counts
     from ebbench.errors import UsageError
 
     check_counts(num_prompts=num_prompts, output_len=output_len, max_num_seqs=max_num_seqs)

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 from ebbench.config.declare import OUTPUT
 from ebbench.config.options import ALL_PERCENTILES, grouped, under
-from ebbench.spec.commands import DEFAULTS, RunCommand
-from ebbench.spec.options import RunsCommand, RunSettings, VllmOptions, WorkloadArgument
+from ebbench.spec.commands import DEFAULTS, RunCommand, RunsCommand, RunSettings, VllmOptions, WorkloadArgument
 
 output = under(OUTPUT)
 _DRY_RUN = "Run nothing: print all settings as a file for `ebbench run FILE.toml`."

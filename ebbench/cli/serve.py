@@ -11,7 +11,7 @@ import typer
 
 from ebbench.config.options import opt, under
 from ebbench.errors import RunError
-from ebbench.spec.options import setting
+from ebbench.spec.commands import setting
 
 GRACE_S = 30.0  # time for vLLM to end after an interruption
 _COSTS = "Costs (for eb and ebplus)"

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ebbench.config.options import AllPercentiles, Format, check_format
+from ebbench.foreign.documents import visible
 from ebbench.process.command_line import GoodputCommand
 from ebbench.runs.stored import RunPaths
-from ebbench.untrusted import visible
 
 if TYPE_CHECKING:
     from ebbench.analysis.metrics import Slo

@@ -12,7 +12,7 @@ import typer
 
 from ebbench.config.options import grouped
 from ebbench.errors import UsageError
-from ebbench.spec.options import RunSettings
+from ebbench.spec.commands import RunSettings
 from ebbench.spec.run import OF_LABELS
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import typer
 
 from ebbench.config.options import Format, check_format, grouped, under
 from ebbench.errors import DataError, UsageError
+from ebbench.foreign.documents import visible
 from ebbench.process.command_line import Command
 from ebbench.runs.stored import DEFAULT_ROOTS, Wanted, listed, meant
-from ebbench.untrusted import visible
 
 judging, output = under("Judging"), under("Output")
 _ALERT = "Exit code 1 if the last change, or the newest point, is worse; 5 if it may be."
@@ -63,7 +63,7 @@ def trend(
     if not chosen:
         raise DataError("no run matches; `ebbench runs` with the same filters lists what there is")
     judged = Rules(default_margin=default, margin=single, alpha=alpha, gated=figures)
-    series = trends_of([Run.load(run.path) for run in chosen], figures, judged)
+    series = trends_of([Run.load(run.path) for run in chosen], judged)
     write(series, "json" if as_json else style, plot=plot, html=html, summary=summary, last=last)
     for path, why in listing.problems.items():
         typer.echo(visible(f"left out: {path}: {why}"), err=True)

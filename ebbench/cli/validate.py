@@ -10,8 +10,7 @@ from typing import Annotated, Any
 from ebbench.config.declare import OUTPUT
 from ebbench.config.options import grouped, under
 from ebbench.process.command_line import Command
-from ebbench.spec.commands import EFFORT, ValidationCommand
-from ebbench.spec.options import RunSettings, VllmOptions
+from ebbench.spec.commands import EFFORT, RunSettings, ValidationCommand, VllmOptions
 from ebbench.spec.run import OF_LABELS
 
 _WHAT = RunSettings(

@@ -10,7 +10,7 @@ import typer
 
 from ebbench.config.options import completing
 from ebbench.process.command_line import Command
-from ebbench.spec.options import setting
+from ebbench.spec.commands import setting
 
 app = typer.Typer(
     no_args_is_help=True,

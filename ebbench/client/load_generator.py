@@ -42,8 +42,7 @@ from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
 from ebbench.network.credentials import redacted
 from ebbench.process.termination import held
-from ebbench.records.content import block_tokens
-from ebbench.records.plan import Plan, primed
+from ebbench.records.plan import Plan, block_tokens, primed
 from ebbench.records.schema import SERVER_METRICS
 from ebbench.records.warnings import ESTIMATED, ESTIMATED_TOKENS, RunWarning, warning
 from ebbench.spec.client import ClientOptions, lag_limit_ms, secrets, spacing_ns

@@ -17,7 +17,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.records.content import block_tokens
+from ebbench.records.plan import block_tokens
 from ebbench.records.warnings import WARM_CACHE, RunWarning, warning
 
 # Remembers which prompts were sent to which server: its prefix cache may still hold them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ebbench.errors import UnknownNameError, UsageError
 from vllm_eb.settings import (
@@ -130,6 +130,10 @@ class Declared:
     option: Option | None
     shown: str | None = None
     """A run's condition in words where the value is not the default, with a place for it; "": told elsewhere."""
+    real: str = ""
+    """What a real server has in place of a setting that only simulated ones take, as a clause; "": they take it too."""
+    file: bool = False
+    """Its value may name a file of the user's, whose content then belongs to a result's key."""
 
     def condition(self, value: Any) -> str:
         """The value as a condition of a run; "" for the default, and for settings that are shown elsewhere."""
@@ -149,16 +153,17 @@ def declare(
     default: Any = MISSING, help: str = "", panel: str = "", *, default_factory: Any = MISSING,
     names: tuple[str, ...] = (),
     turns_off: bool = False, complete: str = "", text: Any = None,
-    read: Callable[[Any], Mapping[str, Any]] | None = None, shown: str | None = None, **about: Any,
+    read: Callable[[Any], Mapping[str, Any]] | None = None, shown: str | None = None, real: str = "",
+    file: bool = False, **about: Any,
 ) -> Any:  # fmt: skip
     """A dataclass field that is a setting; ``about``: range and unit, as in :class:`vllm_eb.settings.Setting`.
 
-    ``shown``: as in :class:`Declared`.
+    ``shown``, ``real``, ``file``: as in :class:`Declared`.
 
     Without a panel it has no option of its own, only a name in files.
     """
     option = Option(panel, names, turns_off, complete, text, read) if panel else None
-    noted = {"declared": (Setting(help, **about), option, shown)}
+    noted = {"declared": (Setting(help, **about), option, shown, real, file)}
     given = {"default": default} if default is not MISSING else {}
     given |= {"default_factory": default_factory} if default_factory is not MISSING else {}
     return field(**given, metadata=noted)
@@ -188,11 +193,14 @@ def _declared_in(kind: type) -> Mapping[str, Declared]:
 
 
 def check_ranges(owner: Any) -> None:
-    """Raise UsageError, naming the option, for a declared number of ``owner`` that is out of its range."""
+    """Raise UsageError, naming the option, for a declared number of ``owner`` out of its range, or an unknown word."""
     for declared in declared_in(type(owner)).values():
         value = getattr(owner, declared.name)
+        option = next(name for name in declared.option_names if name.startswith("--"))
         if isinstance(value, int | float):
-            check_range(next(name for name in declared.option_names if name.startswith("--")), value, declared.about)
+            check_range(option, value, declared.about)
+        elif get_origin(declared.kind) is Literal and value not in get_args(declared.kind):
+            raise UnknownNameError(option, value, get_args(declared.kind))
 
 
 def _default(member: Field[Any]) -> Any:

@@ -182,7 +182,7 @@ def requested_capacity(profile: DeviceProfile, model: ModelGeometry, request: De
 
 
 def _with_drafter(model: ModelGeometry, request: DeviceRequest) -> ModelGeometry:
-    drafts = request.drafts
+    drafts = request.speculative
     return model if drafts is None else model.with_drafter(drafts.rules.layers, drafts.tokens)
 
 
@@ -204,7 +204,7 @@ def requested_layout(profile: DeviceProfile, model: ModelGeometry, request: Devi
         request.vllm,
         async_scheduling=request.async_scheduling,
         prefix_caching=request.prefix_caching,
-        drafts=0 if request.drafts is None else request.drafts.tokens,
+        drafts=0 if request.speculative is None else request.speculative.tokens,
     )
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from ebbench.devices.base import CostModel, Device, DeviceRequest, Parallel
 from ebbench.devices.capacity import kv_cache_bytes, weight_bytes_per_gpu
+from ebbench.devices.costs import decode_shape, mixed_shape, prefill_shape
 from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.linear import decode_shape, mixed_shape, prefill_shape
 from ebbench.devices.profiles import DeviceProfile, find_model, find_profile, list_devices, list_models
 
 # Marginal cost of a token by batch composition: figure 1 of Zhang et al. (ICML 2026).
@@ -172,7 +172,7 @@ def describe(device: Device, context_tokens: int) -> DeviceFacts:
 
 
 def _drafts(device: Device) -> int:
-    drafts = None if device.request is None else device.request.drafts
+    drafts = None if device.request is None else device.request.speculative
     return 0 if drafts is None else drafts.tokens
 
 
@@ -207,8 +207,8 @@ def device_rows() -> list[dict[str, Any]]:
 
 
 def _mixed_source(profile: DeviceProfile) -> str:
+    from ebbench.devices.costs import measured_devices
     from ebbench.devices.surfaces import has_joint_tables
-    from ebbench.devices.table import measured_devices
 
     if has_joint_tables(profile.name):
         return "measured"

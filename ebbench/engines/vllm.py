@@ -21,8 +21,7 @@ import pyarrow.compute as pc
 from ebbench.client import DriveResult
 from ebbench.config.topology import DEFAULT_DISPATCH
 from ebbench.devices.base import Device
-from ebbench.engines.base import EngineResult, Observer, Progress
-from ebbench.engines.checks import refuse_simulated
+from ebbench.engines.base import EngineResult, Observer, Progress, refuse_simulated
 from ebbench.engines.endpoint import SendingEngine, drive, warmed
 from ebbench.engines.machine import visible_gpus
 from ebbench.engines.vllm_command import (
@@ -388,7 +387,7 @@ class VllmEngine(SendingEngine):
         ``progress`` gets the path of a server's log and returns what is called while the server starts. Raises as
         :meth:`run` does.
         """
-        refuse_simulated(options, self.name)
+        refuse_simulated(vars(options), self.name)
         logs = Path(tempfile.mkdtemp(prefix="ebbench-vllm-"))  # stays there when a run fails
         with tempfile.TemporaryDirectory(prefix="ebbench-record-") as folder, ExitStack() as stack:
             servings = self._servings(policy, device, options, Path(folder))

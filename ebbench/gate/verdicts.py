@@ -21,6 +21,7 @@ from ebbench.analysis.units import label_of, name_of
 from ebbench.analysis.validity import told_once
 from ebbench.analysis.verdict import Judged, Outcome, Verdict
 from ebbench.errors import EbbenchError
+from ebbench.foreign.documents import markdown
 from ebbench.gate import self_test as gate_trials
 from ebbench.gate.self_test import SelfTest, TrialTally
 from ebbench.records import files
@@ -28,7 +29,6 @@ from ebbench.records.warnings import Fact, RunWarning, Texts
 from ebbench.render import numbers
 from ebbench.render.documents import section_tables
 from ebbench.render.sentences import PAIRING, SKIPPED
-from ebbench.untrusted import markdown
 
 
 def self_test_page(done: SelfTest) -> str:

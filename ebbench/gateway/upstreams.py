@@ -13,13 +13,12 @@ import msgspec
 
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
-from ebbench.foreign.documents import BadValueError, json_value
+from ebbench.foreign.documents import BadValueError, json_value, visible
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.gateway.transport import StreamTransport
 from ebbench.network.connections import TransportError
 from ebbench.network.credentials import KEY_VARIABLES, api_key
 from ebbench.network.questions import Answer, ask
-from ebbench.untrusted import visible
 
 # Infers the ends of forward passes from the response streams of one upstream.
 #

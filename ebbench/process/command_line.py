@@ -25,7 +25,6 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from ebbench.errors import EbbenchError
 from ebbench.process.termination import received
-from ebbench.untrusted import visible
 
 # What is wrong with a command's surroundings, found before anything is measured.
 
@@ -227,6 +226,8 @@ _LONGEST = 2000
 
 def complain(message: str, code: int) -> int:
     """Write an error to stderr; returns ``code``."""
+    from ebbench.foreign.documents import visible  # loads readers of files, which most commands' start need not
+
     typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
     shown = message if len(message) <= _LONGEST else f"{message[: _LONGEST // 2]} ... {message[-500:]}"
     typer.echo(wrapped(visible(shown, lines=True)), err=True)

@@ -18,11 +18,10 @@ import pyarrow as pa
 
 import ebbench
 from ebbench.errors import DataError
-from ebbench.foreign.documents import BadValueError, json_value
+from ebbench.foreign.documents import BadValueError, json_value, visible
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.records.warnings import RunWarning, stored_warning
-from ebbench.untrusted import visible
 
 SCHEMA_VERSION = 2
 """Raised when readers of the old format would misread the new one; added fields do not raise it."""
@@ -80,6 +79,7 @@ class _Facts(msgspec.Struct, frozen=True):
     prefix_hit_rate: float | None = None
     trace_requests_per_s: float | None = None
     server_reports: dict[str, Any] | None = None
+    priorities: dict[str, int] | None = None
     phase_rates: dict[str, float | None] | None = None
     client_connections: dict[str, int] | None = None
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbench.analysis.documents import Column, Document, MeanFigure, Section, Value, text
-from ebbench.untrusted import csv_cell, markdown, visible
+from ebbench.foreign.documents import csv_cell, markdown, visible
 
 if TYPE_CHECKING:
     from ebbench.engines.base import Progress

@@ -43,8 +43,7 @@ from ebbench.analysis.certainty import (
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts
 from ebbench.analysis.summary import Summary, named
 from ebbench.analysis.validity import by_policy, told_once
-from ebbench.analysis.verdict import listed_seeds
-from ebbench.records.warnings import KV_CACHE, Texts
+from ebbench.records.warnings import KV_CACHE, Texts, listed_seeds
 from ebbench.render.numbers import change, count, duration_ms, listed, micros, percent, rate, spark
 from vllm_eb.policy import known_policy
 

@@ -20,6 +20,7 @@ from ebbench.analysis.environment import flat_load, load_of_run, machine_of_run
 from ebbench.analysis.sessions import SESSIONS
 from ebbench.analysis.summary import metrics_dict, summarise
 from ebbench.errors import DataError, UsageError
+from ebbench.foreign.documents import csv_cell, visible
 from ebbench.installation import need
 from ebbench.process.termination import interruptible
 from ebbench.records import files
@@ -28,7 +29,6 @@ from ebbench.records.schema import REQUEST_LATENCIES, REQUESTS, SERVER_METRICS
 from ebbench.render.documents import Console
 from ebbench.render.numbers import finite
 from ebbench.render.tables import framed
-from ebbench.untrusted import csv_cell, visible
 
 T = TypeVar("T")
 _BLANK = r"(?:\s|--[^\n]*(?:\n|$)|/\*.*?\*/)*"

@@ -13,6 +13,7 @@ import typer
 from ebbench.analysis.documents import Column, Document, Section, Value
 from ebbench.analysis.environment import run_host
 from ebbench.errors import DataError, UsageError
+from ebbench.foreign.documents import visible
 from ebbench.records.run import Run, find_runs, read_manifest
 from ebbench.render import numbers
 from ebbench.render.documents import Console, narrowed, rendered, section_tables
@@ -20,7 +21,6 @@ from ebbench.report.page_tables import shown_runs
 from ebbench.runs.stored import Listing, StoredRun, check_free, listed, remove
 from ebbench.sizing.chart import stored_capacity
 from ebbench.sizing.sentences import load
-from ebbench.untrusted import visible
 
 _LEAST = (
     "seed", "engine", "model", "commit", "workload", "label", "policy", "device", "begun (UTC)", "tags", "name",

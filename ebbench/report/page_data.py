@@ -214,6 +214,7 @@ def _sessions(run: Run) -> list[Row]:
             "session": str(session["session"]), "class": session["class"] or "", "turns": session["turns"],
             "t": _short(session["start_ns"] / 1e9), "s": _short(session["completion_ms"] / 1e3),
             "model": _short(session["model_ms"] / session["completion_ms"]) if session["completion_ms"] else 0.0,
+            "tools": session.get("tool_ms") and _short(session["tool_ms"] / session["completion_ms"]),
         }
         for session in table.to_pylist()[::stride]
     ]  # fmt: skip

@@ -115,7 +115,8 @@ def comparison_tables(cases: Sequence[ComparisonCase], *, all_percentiles: bool 
 _PART_NOTES = {
     "phase": "A phase's output tokens/s: its requests' tokens, from its first intended start to its last completion.",
     "class": "Rates of a class are over the whole run, so that those of all classes add up to it.",
-    "session": "Of complete sessions. In the model: while a request of the session is open; wait: the rest.",
+    "session": "Of complete sessions. In the model: while a request of the session is open; wait: the rest, of "
+    "tools and users, where the plan says which.",
 }
 
 

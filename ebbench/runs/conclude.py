@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.environment import FRONT_END_MS
 from ebbench.analysis.explain import STEP_COLUMNS, KvPressure, kv_pressure, kv_pressure_by_metrics
 from ebbench.analysis.metrics import QUANTILES, Metrics, Slo, latency_columns, measure, samples_needed, steady_windows
 from ebbench.analysis.sessions import sessions_table
@@ -22,8 +21,7 @@ from ebbench.analysis.summary import Summary, make_summary
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices.base import Device, StepShape
-from ebbench.engines.base import EngineResult
-from ebbench.engines.checks import start_notes
+from ebbench.engines.base import EngineResult, start_notes
 from ebbench.errors import RunError
 from ebbench.records.manifest import (
     Clock,
@@ -34,7 +32,7 @@ from ebbench.records.manifest import (
     plan_hash,
     software_versions,
 )
-from ebbench.records.plan import Plan, with_class
+from ebbench.records.plan import Plan, with_plan_columns
 from ebbench.records.run import NotStoredError, Run, RunWriter
 from ebbench.records.schema import DECISIONS, REQUEST_LATENCIES, REQUESTS, STEPS
 from ebbench.records.warnings import (
@@ -44,13 +42,11 @@ from ebbench.records.warnings import (
     RunWarning,
     warning,
 )
-from ebbench.runs.api_server import api_server_warning
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts
 from vllm_eb.policy import PolicySpec
 
 if TYPE_CHECKING:
-    from ebbench.devices.roofline import RooflineCost
-    from ebbench.devices.table import TableCost
+    from ebbench.devices.costs import RooflineCost, TableCost
 
 
 MATTERS = 0.02
@@ -103,8 +99,7 @@ def said_of_run(device: Device, batches: Batches, warnings: Iterable[RunWarning]
 
 def _sized(said: RunWarning, device: Device, batches: Batches) -> RunWarning | None:
     """A caveat with its size in such a run; None if it does not matter to it."""
-    from ebbench.devices.roofline import RooflineCost
-    from ebbench.devices.table import TableCost
+    from ebbench.devices.costs import RooflineCost, TableCost
 
     profile, request, cost = device.profile, device.request, device.cost
     assert profile is not None
@@ -129,7 +124,7 @@ def shown_by_servers(device: Device, batches: Batches) -> list[RunWarning]:
     profile, model, request = device.profile, device.geometry, device.request
     if profile is None or model is None or request is None or not profile.front_end:
         return []
-    from ebbench.devices.table import TableCost
+    from ebbench.devices.costs import TableCost
 
     if not isinstance(device.cost, TableCost):
         return []
@@ -322,7 +317,7 @@ def conclude(writer: RunWriter, context: RunContext, result: EngineResult) -> Ru
 
 def conclude_with_summary(writer: RunWriter, context: RunContext, result: EngineResult) -> tuple[Run, Summary]:
     """:func:`conclude`, also returning the summary, whose metrics are computed for the validity check anyway."""
-    result = replace(result, requests=with_class(result.requests, context.plan.table))
+    result = replace(result, requests=with_plan_columns(result.requests, context.plan.table))
     columns = RequestColumns.of(result.requests)
     windows = steady_windows(columns, phase_facts(context.plan))
     metrics = measure(columns, slo=context.slo, windows=windows)
@@ -397,10 +392,7 @@ def _manifest(
     warnings: tuple[RunWarning, ...],
 ) -> Manifest:
     plan, device = context.plan, result.device or context.device
-    facts = {
-        **plan.facts, **result.facts, **(dict(device.identity) if context.device_known else {}),
-        **_front_end(context, device),
-    }  # fmt: skip
+    facts = {**plan.facts, **result.facts, **(dict(device.identity) if context.device_known else {})}
     versions = dict(context.versions)
     if context.engine != "sim":
         from ebbench.engines.machine import engine_versions
@@ -436,16 +428,6 @@ def _manifest(
     )
 
 
-def _front_end(context: RunContext, device: Device) -> dict[str, float]:
-    """The time in front of a simulated engine: the option's, else that of the device; nothing where there is none."""
-    if context.engine not in VIRTUAL_TIME:
-        return {}
-    from ebbench.devices.profiles import answering_costs
-
-    costs = answering_costs(context.options, device.profile)
-    return {FRONT_END_MS: costs.latency_us / 1e3} if costs is not None and costs.latency_us else {}
-
-
 def _kv_tokens(context: RunContext, device: Device, facts: Mapping[str, Any]) -> int | None:
     """KV cache of an instance in tokens; None if it is unknown, as behind a server that ebbench did not start.
 
@@ -472,8 +454,6 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics, batch
         *context.warnings,
         *_measurement_warnings(context.plan, metrics),
     ]
-    if limit := api_server_warning(context.engine, context.options, result.facts, metrics):
-        warnings.append(limit)
     once: dict[str, RunWarning] = {}
     for stored in warnings:
         once.setdefault(str(stored), stored)

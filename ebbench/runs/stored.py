@@ -22,12 +22,12 @@ import typer
 
 from ebbench.config.declare import declare
 from ebbench.errors import DataError, UnknownNameError, UsageError
+from ebbench.foreign.documents import visible
 from ebbench.records import files
 from ebbench.records.manifest import RunLabels, encode_manifest
 from ebbench.records.run import MANIFEST, PARTIAL, SEARCH, Run, TableName, is_being_written
 from ebbench.records.schema import DECISIONS, STEPS
 from ebbench.records.warnings import warning
-from ebbench.untrusted import visible
 from vllm_eb.settings import name_hint
 
 Kind = Literal["run", "search", "unfinished"]

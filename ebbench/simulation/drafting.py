@@ -166,37 +166,31 @@ class DraftingScheduler(Scheduler):
         computed = state.computed.take(candidates)
         tokens = np.minimum(state.target.take(candidates) - computed, self.longest_tokens - computed - 1)
         tokens[~self._continues(candidates)] = 0
-        tokens = self._within(candidates, computed, tokens, threshold, budget)
-        need = self._held(candidates, computed, tokens) - state.held_blocks.take(candidates)
-        if self.layout is None:
-            np.maximum(need, 0, out=need)
-        need[tokens == 0] = 0
-        if self._suffices(need):
-            self._grow(candidates, need)
-        else:
-            kept = self._grow_preempting(step, candidates, need)
-            candidates, tokens = candidates[:kept], tokens[:kept]
+        if threshold:
+            np.minimum(tokens, threshold, out=tokens)
+        candidates, tokens = self._allot(step, candidates, tokens, budget)
         candidates, tokens = candidates[tokens > 0], tokens[tokens > 0]
         for row, count in zip(candidates.tolist(), tokens.tolist(), strict=True):
             if state.partial[row]:
                 self.kv.publish(row, min(int(state.computed[row]) + count, int(self._known[row])))
         return candidates, tokens, budget - int(np.add.reduce(tokens))
 
-    def _held(self, rows: Ints, computed: Ints, tokens: Ints) -> Ints:
-        """Blocks of ``rows`` with ``tokens`` more. Where layers keep a state, none that rejected drafts needed is given
-        back."""
-        ends = computed + tokens
-        if self.layout is None:
-            slots = np.minimum(ends + self.lookahead_tokens, self.longest_tokens)
-            blocks: Ints = -(-slots // self.limits.block_size)
-            return blocks
-        before = self._ends.take(rows)
-        ends = np.maximum(before, ends)
+    def _blocks_needed(self, rows: Ints, tokens: Ints) -> Ints:
+        """See Scheduler. Where layers keep a state, no blocks that rejected drafts needed are given back."""
+        computed, before = self.state.computed.take(rows), self._ends.take(rows)
+        ends = np.maximum(computed + tokens, before)
         slots = np.minimum(ends + self.lookahead_tokens, self.longest_tokens)
-        return self.layout.held(slots, self._processed(rows, computed), before, ends)
+        if self.layout is None:
+            need: Ints = -(-slots // self.limits.block_size) - self.state.held_blocks.take(rows)
+            np.maximum(need, 0, out=need)
+        else:
+            held = self.layout.held(slots, self._processed(rows, computed), before, ends)
+            need = held - self.state.held_blocks.take(rows)
+        need[tokens == 0] = 0
+        return need
 
-    def _preempt(self, step: Step, row: int) -> None:
-        super()._preempt(step, row)
+    def _preempt(self, step: Step, row: int, scheduled_tokens: int = 0) -> None:
+        super()._preempt(step, row, scheduled_tokens)
         self._known[row], self._burst[row] = self.state.target[row], 0
         self._ends[row] = 0
 
@@ -260,8 +254,8 @@ class DraftingScheduler(Scheduler):
             self.on_verified(*(counts.tolist() for counts in counted))
         firsts = state.next_slot.take(rows)
         state.token_ns[token_slots(firsts, yields)] = step.end_ns
-        if self.api_servers is not None:
-            self.api_servers.stream(step.end_ns, rows, firsts, yields)
+        if self.front_end is not None:
+            self.front_end.stream(step.end_ns, rows, firsts, yields)
         state.next_slot[rows] = firsts + yields
         rejected = drafts - accepted
         if stale:

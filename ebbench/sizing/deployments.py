@@ -30,15 +30,14 @@ from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.explain import kv_pressure
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_VLLM
 from ebbench.config.topology import PoolSpec, TopologySpec
-from ebbench.engines.base import EngineResult
-from ebbench.engines.checks import check_options, rank_notes, start_notes
+from ebbench.engines.base import EngineResult, check_options, rank_notes, start_notes
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.records.manifest import phase_facts
-from ebbench.records.plan import Plan, with_class
+from ebbench.records.plan import Plan, with_plan_columns
 from ebbench.records.warnings import Fact, RunWarning, fact
 from ebbench.runs.conclude import mean_batches, said_of_run, shown_by_servers
-from ebbench.runs.execute import stoppable
+from ebbench.runs.execute import run_plan, stoppable
 from ebbench.runs.prepare import device_of
 from ebbench.sizing.drive import ALONE_SESSIONS
 from ebbench.sizing.limits import LatencyLimits
@@ -377,7 +376,7 @@ def _plan(task: PlanTask, scenario: str, sessions: int, **load: float) -> Plan:
 def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeReading:
     """Simulate; the reading's caveats are those that matter to this run, and what a full KV cache cost in it."""
     result = _simulated(task, plan, replicas)
-    result = replace(result, requests=with_class(result.requests, plan.table))
+    result = replace(result, requests=with_plan_columns(result.requests, plan.table))
     tables = ProbeTables(result.requests, result.steps, phase_facts(plan), task.spec.plan.seed)
     device, batches = (
         result.device or device_of(task.spec),
@@ -400,7 +399,7 @@ def _simulated(task: PlanTask, plan: Plan, replicas: int = 1) -> EngineResult:
         topology = TopologySpec(replicas=pool)
     engine = SimEngine(topology, figures_only=True)
     policy, device = parse_policy(candidate.policy), device_of(task.spec)
-    return engine.run(plan, policy, device, task.spec.server, stoppable(None)).uninterrupted()
+    return run_plan(engine, plan, policy, device, task.spec.server, stoppable(None))[1].uninterrupted()
 
 
 def caveats(task: PlanTask, deployment: Deployment, whole: Stress | None) -> tuple[RunWarning, ...]:

@@ -120,11 +120,6 @@ _KINDS: Mapping[Schema, _Kind] = {
 }
 
 
-def schema_columns(schema: Schema) -> list[str]:
-    """Names of the record's fields that are read."""
-    return [field.encode_name for field in msgspec.structs.fields(_KINDS[schema].struct)]
-
-
 def checked(records: Iterable[FileRecord], schema: Schema, name: str) -> Iterator[msgspec.Struct]:
     """Records in typed form. Raises InputFileError with line, record number and the expected form."""
     kind = _KINDS[schema]
@@ -142,11 +137,6 @@ def checked(records: Iterable[FileRecord], schema: Schema, name: str) -> Iterato
 def conversations(record: msgspec.Struct, rules: Records) -> list[Conversation]:
     """The conversations of a record that pass the workload's selection rules except those on token counts."""
     return _KINDS[rules.schema].take(record, rules)
-
-
-def plain(record: msgspec.Struct) -> Any:
-    """The record as plain data in the data set's schema, with only the fields that are read."""
-    return msgspec.to_builtins(record)
 
 
 # Converts conversations to requests: counts tokens, cuts contexts, applies caps.
@@ -185,7 +175,24 @@ def sample_requests(
         if not batch:
             break
         _admit(sample, batch, rules, counter, rng)
-    return _requests(sample, rules, counter, with_text)
+    nothing = np.zeros(0, np.int32)
+    message_tokens = np.maximum(np.concatenate([nothing, *sample.message_tokens]), 1)
+    output_tokens = np.maximum(np.concatenate([nothing, *sample.answer_tokens]), 1)
+    if rules.output_max is not None:
+        output_tokens = np.minimum(output_tokens, rules.output_max)
+    if rules.output_fixed is not None:
+        output_tokens = np.full_like(output_tokens, rules.output_fixed)
+    rounds = np.asarray(sample.rounds, np.int64)
+    single = not len(rounds) or rounds.max() == 1
+    requests = (
+        single_turn(message_tokens, output_tokens) if single else with_history(rounds, message_tokens, output_tokens)
+    )
+    if not with_text:
+        return requests
+    texts = sample.messages if single else _histories(sample, output_tokens, counter)
+    return Requests(
+        requests.session, requests.turn, requests.input_tokens, requests.output_tokens, prompt=strings(texts)
+    )
 
 
 def _admit(
@@ -236,27 +243,6 @@ def _cut_contexts(
     ]
 
 
-def _requests(sample: _Sample, rules: Records, counter: TokenCounter, with_text: bool) -> Requests:
-    nothing = np.zeros(0, np.int32)
-    message_tokens = np.maximum(np.concatenate([nothing, *sample.message_tokens]), 1)
-    output_tokens = np.maximum(np.concatenate([nothing, *sample.answer_tokens]), 1)
-    if rules.output_max is not None:
-        output_tokens = np.minimum(output_tokens, rules.output_max)
-    if rules.output_fixed is not None:
-        output_tokens = np.full_like(output_tokens, rules.output_fixed)
-    rounds = np.asarray(sample.rounds, np.int64)
-    single = not len(rounds) or rounds.max() == 1
-    requests = (
-        single_turn(message_tokens, output_tokens) if single else with_history(rounds, message_tokens, output_tokens)
-    )
-    if not with_text:
-        return requests
-    texts = sample.messages if single else _histories(sample, output_tokens, counter)
-    return Requests(
-        requests.session, requests.turn, requests.input_tokens, requests.output_tokens, prompt=strings(texts)
-    )
-
-
 def _histories(sample: _Sample, output_tokens: Int32s, counter: TokenCounter) -> list[str]:
     """The whole prompt of each turn: all earlier messages, responses cut to their output tokens, and the new
     message."""
@@ -285,11 +271,6 @@ _DEFAULT_ENDPOINT = "https://huggingface.co"
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def endpoint(environ: Mapping[str, str]) -> str:
-    """The hub's address (``HF_ENDPOINT``)."""
-    return (environ.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT).rstrip("/")
-
-
 def why_unreachable(hub: Hub, environ: Mapping[str, str] = os.environ, deadline_s: float = PROBE_S) -> str | None:
     """Why the hub does not serve the data set, or None if it does; decided within ``deadline_s`` seconds."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
@@ -297,7 +278,7 @@ def why_unreachable(hub: Hub, environ: Mapping[str, str] = os.environ, deadline_
             return f"{name} is set"
     import httpx  # noqa: F401 - before the deadline begins: it may take a second
 
-    address = endpoint(environ)
+    address = (environ.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT).rstrip("/")
     answer: list[str | None] = []
     # In a thread, since no client limits resolving, connecting and reading by one deadline.
     asker = threading.Thread(target=lambda: answer.append(_ask(address, hub, deadline_s)), daemon=True)
@@ -401,7 +382,12 @@ def from_file(workload: WorkloadSpec, path: Path, selection: Selection) -> Reque
     """Requests from the records of a file. Raises InputFileError if none passes the workload's rules."""
     assert workload.records is not None  # checked by _check
     rules = workload.records
-    requests = _select(read_file(path, schema_columns(rules.schema)), str(path), rules, selection).requests
+    requests = _select(
+        read_file(path, [field.encode_name for field in msgspec.structs.fields(_KINDS[rules.schema].struct)]),
+        str(path),
+        rules,
+        selection,
+    ).requests
     if not len(requests):
         raise InputFileError(path, f"holds no {rules.schema} record that passes the selection rules of {workload.name}")
     return _described(requests, f"file:{path}", "asked for", selection)
@@ -481,7 +467,7 @@ def _select(records: Iterable[FileRecord], name: str, rules: Records, selection:
         for record in checked(records, rules.schema, name):
             talks_of_record = conversations(record, rules)
             if talks_of_record:
-                used.append(plain(record))
+                used.append(msgspec.to_builtins(record))
             yield from talks_of_record
 
     counter = token_counter(selection.tokenizer)

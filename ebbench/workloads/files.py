@@ -296,7 +296,12 @@ def open_log(path: Path) -> LogFile:
     sample = tuple(islice(_READERS[kind](path), _SAMPLE))
     if not sample:
         raise InputFileError(path, "holds no requests, only a header" if kind == "CSV" else "holds no requests")
-    _check_width(path, sample)
+    names: set[str] = set()
+    for record in sample:
+        names.update(record.value)
+        if len(names) > COLUMNS:
+            problem = f"has more than {COLUMNS:,} columns; keep those of times and token counts"
+            raise InputFileError(path, problem, record.line)
     columns = tuple(sample[0].value) if kind in ("CSV", "Parquet") else ()
     return LogFile(path, kind, columns, sample)
 
@@ -308,15 +313,6 @@ def _open_folder(path: Path) -> LogFile:
     first = open_log(parts[0])
     sample = chain.from_iterable(_READERS[_kind_of(part)](part) for part in parts)
     return LogFile(path, first.kind, first.columns, tuple(islice(sample, _SAMPLE)), parts)
-
-
-def _check_width(path: Path, sample: tuple[LogRecord, ...]) -> None:
-    names: set[str] = set()
-    for record in sample:
-        names.update(record.value)
-        if len(names) > COLUMNS:
-            problem = f"has more than {COLUMNS:,} columns; keep those of times and token counts"
-            raise InputFileError(path, problem, record.line)
 
 
 def _kind_of(path: Path) -> Kind:
@@ -427,22 +423,19 @@ _LONG_LINE = 4000
 
 def _access_log(path: Path) -> Iterator[LogRecord]:
     with open_unpacked(path) as stream:
-        for number, line in read_lines(path, stream):
-            yield LogRecord(number, _access_fields(decoded(path, line, number)))
-
-
-def _access_fields(line: str) -> dict[str, Any]:
-    """Fields of a line: by number, ``name=value`` pairs by name, ``time_local``, ``request`` and ``status``."""
-    parts = _first(_FIELD, line)
-    fields: dict[str, Any] = {str(place): part.strip('"[]') for place, part in enumerate(parts, start=1)}
-    clock, request = _CLOCK.search(line), _REQUEST.search(line)
-    if clock is not None and clock[1]:
-        fields["time_local"] = clock[1]
-    if request is not None:
-        fields |= request.groupdict()
-        line = line[request.end() :]
-    fields |= {name: value.strip('"') for name, value in _first(_PAIR, line)}
-    return fields
+        for number, data in read_lines(path, stream):
+            # By number, by name as ``name=value``, and what every access log has: its clock and its request.
+            line = decoded(path, data, number)
+            parts = _first(_FIELD, line)
+            fields: dict[str, Any] = {str(place): part.strip('"[]') for place, part in enumerate(parts, start=1)}
+            clock, request = _CLOCK.search(line), _REQUEST.search(line)
+            if clock is not None and clock[1]:
+                fields["time_local"] = clock[1]
+            if request is not None:
+                fields |= request.groupdict()
+                line = line[request.end() :]
+            fields |= {name: value.strip('"') for name, value in _first(_PAIR, line)}
+            yield LogRecord(number, fields)
 
 
 def _first(pattern: re.Pattern[str], line: str) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -158,18 +157,15 @@ def fit_workload(trace: Trace, name: str, time_unit: str | None = None) -> Workl
         acceptance=tuple(round(rate, 6) for rate in trace.collected.acceptance),
     )
     profile = Profile(input=_summary(requests.input_tokens), output=_summary(requests.output_tokens))
+    rates = ", ".join(f"{rate:.2f}" for rate in fitted.acceptance)
+    drafted = f"; drafted tokens accepted by position: {rates} (--speculative method=M takes them)" if rates else ""
     return WorkloadSpec(
         name=name,
-        description=f"Fitted to {len(requests):,} requests of a log{_drafted(fitted.acceptance)}",
+        description=f"Fitted to {len(requests):,} requests of a log{drafted}",
         num_prompts=requests.sessions,
         profile=profile,
         fitted=fitted,
     )
-
-
-def _drafted(acceptance: Sequence[float]) -> str:
-    rates = ", ".join(f"{rate:.2f}" for rate in acceptance)
-    return f"; drafted tokens accepted by position: {rates} (--speculative method=M takes them)" if rates else ""
 
 
 def _summary(tokens: Any) -> LengthSpec:
@@ -186,7 +182,9 @@ def _lengths(requests: Requests, of_output: Any, repeats: Repeats | None) -> tup
     if requests.after is not None:  # those of requests that overlap are learned apart
         starts = find_starts(requests)
         own_outputs = np.delete(outputs, starts.rows[starts.overlaps > 0])
-    shared = np.zeros(len(requests)) if repeats is None else _repeated(requests, repeats)
+    shared = np.zeros(len(requests))
+    if repeats is not None:
+        shared = np.minimum(1.0, repeats.blocks * (requests.block_tokens or 512) / requests.input_tokens)
     order = np.argsort(inputs, kind="stable")
     count = max(1, min(_MOST_BINS, len(order) // _BIN))
     bins = []
@@ -208,12 +206,6 @@ def _sizes(requests: Requests) -> Floats:
     """Prompt tokens per session."""
     sizes: Floats = np.bincount(requests.session, requests.input_tokens).astype(np.float64)
     return sizes
-
-
-def _repeated(requests: Requests, repeats: Repeats) -> Floats:
-    size = requests.block_tokens or 512
-    shares: Floats = np.minimum(1.0, repeats.blocks * size / requests.input_tokens)
-    return shares
 
 
 def _prefixes(requests: Requests, repeats: Repeats) -> Prefixes | None:

@@ -25,6 +25,7 @@ from ebbench.workloads.recorded import (
     Recorded,
     Rows,
     TraceFormat,
+    calls_tools,
     converted,
     read_tokens,
     unusable,
@@ -67,6 +68,7 @@ class _WekaRequest(msgspec.Struct):
     api_time: float | None = None
     hash_ids: list[int | str] | None = None
     requests: list[dict[str, Any]] | None = None
+    input_types: list[str] | None = None
 
 
 class _WekaSession(msgspec.Struct):
@@ -112,6 +114,8 @@ def _weka_session(log: LogFile, record: LogRecord, number: int, ids: dict[tuple[
             record.line, start, inputs, outputs, blocks or None,
             number if timed else (number, *chain),
             duration_s=float(took) if isinstance(took, int | float) and 0.0 <= took < _LONGEST_S else None,
+            brings_results="tool_result" in kinds if (kinds := request.get("input_types")) else None,
+            calls_tools=calls_tools(request.get("stop")),
         )  # fmt: skip
 
 
@@ -142,6 +146,7 @@ _INPUT = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm.token_
 _OUTPUT = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm.token_count.completion")
 _CACHED = ("gen_ai.usage.cache_read.input_tokens", "llm.token_count.prompt_details.cache_read")
 _SESSION = ("gen_ai.conversation.id", "session.id")
+_STOPS = ("gen_ai.response.finish_reasons", "llm.finish_reason")
 _OPERATION = ("gen_ai.operation.name", "openinference.span.kind")
 _OTHER_WORK = (
     "invoke_agent", "execute_tool", "embeddings", "create_agent",
@@ -157,13 +162,14 @@ _LOOKED_AT = 50
 def _is_otel(log: LogFile) -> bool:
     if "resourceSpans" in log.sample[0].value or isinstance(log.sample[0].value.get("spans"), list):
         return True
-    records = [record for record in log.sample if not isinstance(record.value.get("data"), list) or _of_objects(record)]
+    records = [
+        record
+        for record in log.sample
+        if not isinstance(record.value.get("data"), list)
+        or all(isinstance(entry, dict) for entry in record.value["data"])
+    ]
     spans = (span for record in records for span in islice(_spans(log, record), _LOOKED_AT))
     return any(str(key).startswith(_KNOWN) for span in spans for key in span.attributes)
-
-
-def _of_objects(record: LogRecord) -> bool:
-    return all(isinstance(entry, dict) for entry in record.value["data"])
 
 
 def _otel(log: LogFile, options: ReadOptions) -> Reading:
@@ -191,7 +197,10 @@ def _otel_rows(log: LogFile) -> Rows:
             except ValueError as error:
                 raise InputFileError(log.path, f"a span's time {error}", span.line) from None
             session = _first(attributes, _SESSION) or span.trace
-            yield Recorded(span.line, start, counts[0], counts[1], session=session, end=end, cached_tokens=counts[2])
+            yield Recorded(
+                span.line, start, counts[0], counts[1], session=session, end=end, cached_tokens=counts[2],
+                calls_tools=calls_tools(_first(attributes, _STOPS)),
+            )  # fmt: skip
 
 
 class _Scope(msgspec.Struct):
@@ -223,22 +232,18 @@ def _spans(log: LogFile, record: LogRecord) -> Iterator[_Span]:
         nested = iter(converted(log, record.line, lists[0], list[dict[str, Any]]) if lists else [value])
     outer = _first(value, ("trace_id", "traceId", "session_id"))
     for span in nested:
+        columns = {key[len(_COLUMN) :]: cell for key, cell in span.items() if str(key).startswith(_COLUMN)}
+        # Phoenix has the kind beside the attributes, which are columns there; others keep OpenTelemetry's own kinds.
+        kind = span.get("span_kind")
+        known = {_OPERATION[1]: kind} if kind == "LLM" or str(kind).lower() in _OTHER_WORK else {}
         yield _Span(
             record.line,
             _first(span, ("trace_id", "traceId")) or value_at("context.trace_id")(span) or outer,
             _first(span, ("startTimeUnixNano", "start_time_unix_nano", "start_time", "startTime")),
             _first(span, ("endTimeUnixNano", "end_time_unix_nano", "end_time", "endTime")),
-            _span_attributes(span),
+            known | _attributes(columns) | _attributes(span.get("attributes")),
             any(value_at(name)(span) in (2, "ERROR", "STATUS_CODE_ERROR") for name in _STATUS),
         )
-
-
-def _span_attributes(span: Mapping[str, Any]) -> dict[str, Any]:
-    """A span's attributes; in a table of spans (Phoenix) each is a column named ``attributes.NAME``."""
-    columns = {key[len(_COLUMN) :]: value for key, value in span.items() if str(key).startswith(_COLUMN)}
-    kind = span.get("span_kind")  # Phoenix has it beside the attributes; others keep OpenTelemetry's own kinds there
-    known = {_OPERATION[1]: kind} if kind == "LLM" or str(kind).lower() in _OTHER_WORK else {}
-    return known | _attributes(columns) | _attributes(span.get("attributes"))
 
 
 def _attributes(value: Any) -> dict[str, Any]:

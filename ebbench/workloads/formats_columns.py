@@ -36,6 +36,8 @@ from ebbench.workloads.recorded import (
     Rows,
     TraceFormat,
     answer_text,
+    brings_results,
+    calls_tools,
     joined_text,
     read_class,
     read_steps,
@@ -60,12 +62,6 @@ def nearest_columns(names: Sequence[str], role: str) -> str:
         match for alias in ALIASES[role] for match in difflib.get_close_matches(alias, list(plain), n=1, cutoff=0.75)
     ]
     return ", ".join(dict.fromkeys(repr(plain[match]) for match in close[:3]))
-
-
-def columns_like_times(log: LogFile, names: Sequence[str]) -> list[str]:
-    """The ``names`` whose values in the first records can be times: calendar times, or numbers that never fall."""
-    possible = [name for name in names if not _COUNTS.fullmatch(plain_name(name))]
-    return [name for name in possible if _like_times([value_at(name)(record.value) for record in log.sample])]
 
 
 def _like_times(values: Sequence[object]) -> bool:
@@ -161,6 +157,8 @@ _MORE = ("end", "duration", "turn", "hash_ids", "session", "cached", "class", "a
 """Roles that make a row more than a time and two lengths."""
 CHOICES = (*ALIASES, "block_tokens")
 """Keys of ``--columns`` that a log with columns takes."""
+_STOPS = {"finish_reason", "stop_reason", "stop"}
+"""Plain names of a column that may say that a response ends with calls of tools."""
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
@@ -197,7 +195,10 @@ def with_columns(name: str, expected: str, fields: tuple[str, ...], definition: 
 def read_columns(log: LogFile, options: ReadOptions, definition: Definition) -> Reading:
     """Read a log by its columns. Raises InputFileError if no column holds the prompt's or the output's length."""
     names = names_in(record.value for record in log.sample)
-    defined = {role: _spelled(column, names) for role, column in definition.roles.items()}
+    defined = {
+        role: next((name for name in names if plain_name(name) == plain_name(column)), "")
+        for role, column in definition.roles.items()
+    }
     asked = {role: column for role, column in (defined | dict(options.columns)).items() if column}
     try:
         columns = recognise(names, asked)
@@ -232,16 +233,14 @@ def read_columns(log: LogFile, options: ReadOptions, definition: Definition) -> 
 def _time_hint(log: LogFile, columns: Columns, names: list[str]) -> str:
     """Columns that look like times, as a clause for a message; empty if there are none."""
     unused = [name for name in names if name not in (*columns.names.values(), *columns.added)]
-    columns_of_times = columns_like_times(log, unused)
+    possible = [name for name in unused if not _COUNTS.fullmatch(plain_name(name))]
+    columns_of_times = [
+        name for name in possible if _like_times([value_at(name)(record.value) for record in log.sample])
+    ]
     if not columns_of_times:
         return ""
     look = "looks like its times" if len(columns_of_times) == 1 else "look like times"
     return f"{', '.join(map(repr, columns_of_times[:3]))} {look}: --columns time={columns_of_times[0]}"
-
-
-def _spelled(column: str, names: list[str]) -> str:
-    """The column's name as the file spells it; empty if it has none."""
-    return next((name for name in names if plain_name(name) == plain_name(column)), "")
 
 
 def _with_fitting_values(columns: Columns, log: LogFile, asked: Mapping[str, str]) -> Columns:
@@ -324,6 +323,8 @@ class _Reader:
         self._session, self._cached = self._session_of(), columns.getter("cached")
         self._class, self._accepted = columns.getter("class"), columns.getter("accepted")
         self._added = [(name, value_at(name)) for name in columns.added]
+        stop = next((name for name in log.sample[0].value if plain_name(name) in _STOPS), None)
+        self._stop = value_at(stop)
         # A prompt that is counted from its messages is whole; a length is of what the turn adds.
         self.delays = Delays(log, columns, not self.from_texts) if "delay" in have else None
         self._seconds = _SECONDS.get(columns.units.get("duration", definition.duration or ""))
@@ -373,6 +374,8 @@ class _Reader:
             turn, end, lasted, text if self._texts.keep and text else None, cached,
             request_class=read_class(self._log, record.line, names.get("class", "class"), self._class(value)),
             steps_by_accepted=read_steps(self._accepted(value)),
+            brings_results=brings_results(self._prompt_of(value)) if self.from_texts else None,
+            calls_tools=calls_tools(self._stop(value)),
         )  # fmt: skip
 
     def _lengths(self, record: LogRecord, inputs: Any, outputs: Any) -> tuple[int | None, int | None, str]:
@@ -382,15 +385,20 @@ class _Reader:
         output_tokens = read_tokens(self._log, record, names.get("output", "output"), outputs)
         if not self.from_texts and output_tokens is not None:
             return input_tokens, output_tokens, ""
-        prompt, answer = self._prompt(record.value), self._answer(record.value)
+        prompt, answer = self._prompt_of(record.value), self._answer(record.value)
         if self._answered:
-            prompt, answer = without_answer(prompt)
+            answer = without_answer(self._prompt(record.value))[1]
         text = joined_text(prompt) if self.from_texts else ""
         if input_tokens is None and text:
             input_tokens = self._texts.tokens(text)
         if output_tokens is None and (answered := answer_text(answer)):
             output_tokens = self._texts.tokens(answered)
         return input_tokens, output_tokens, text
+
+    def _prompt_of(self, record: Mapping[str, Any]) -> Any:
+        """The text or messages of a record's prompt, without an answer that ends them."""
+        prompt = self._prompt(record)
+        return without_answer(prompt)[0] if self._answered else prompt
 
     def _stamp(self, record: LogRecord, role: str, value: Any) -> Stamp | None:
         if value is None:

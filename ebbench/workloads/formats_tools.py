@@ -89,10 +89,6 @@ def _request(
     return Recorded(record.line, stamp, inputs, outputs, end=_number(end), **more)
 
 
-def _vllm(log: LogFile, options: ReadOptions) -> Reading:
-    return Reading(_vllm_rows(log), numbers_are="s")
-
-
 def _vllm_rows(log: LogFile) -> Rows:
     for record in log.records():
         result = converted(log, record.line, record.value, _VllmResult)
@@ -167,10 +163,6 @@ def _guidellm_tokens(request: Mapping[str, Any], side: str) -> Any:
     return value_at(f"{'input' if side == 'prompt' else 'output'}_metrics.text_tokens")(request)
 
 
-def _aiperf(log: LogFile, options: ReadOptions) -> Reading:
-    return Reading(_aiperf_rows(log), numbers_are="ns")
-
-
 def _aiperf_rows(log: LogFile) -> Rows:
     input_tokens, output_tokens = (value_at(f"metrics.{side}_sequence_length.value") for side in ("input", "output"))
     for record in log.records():
@@ -197,7 +189,7 @@ TOOLS = (
         "the JSON of vllm bench serve --save-result --save-detailed",
         ("input_lens", "output_lens", "start_times"),
         _has("request_throughput", any_of=("input_lens", "mean_ttft_ms", "num_prompts")),
-        _vllm,
+        lambda log, options: Reading(_vllm_rows(log), numbers_are="s"),
     ),
     TraceFormat(
         "GuideLLM",
@@ -212,7 +204,7 @@ TOOLS = (
         "AIPerf's profile_export.jsonl",
         ("metadata", "metrics"),
         _has("metadata.request_start_ns", "metrics"),
-        _aiperf,
+        lambda log, options: Reading(_aiperf_rows(log), numbers_are="ns"),
     ),
     TraceFormat("AIPerf totals", "", (), _has("aiperf_version", "request_throughput"), _only_totals),
 )

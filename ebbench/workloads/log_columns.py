@@ -287,7 +287,8 @@ def recognise(names: Sequence[str], asked: Mapping[str, str]) -> Columns:
             if role_of := next((other_role for other_role, taken in chosen.items() if taken == column), None):
                 raise UsageError(f"column {column!r} cannot be both {role_of} and {role}; --columns gives each its own")
             if column not in names:
-                raise UsageError(f"has no column {column!r} for --columns {role}=; its columns are {_listed(names)}")
+                shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+                raise UsageError(f"has no column {column!r} for --columns {role}=; its columns are {shown}")
             chosen[role] = column
         else:
             matches = _matches(role, names, asked.values())
@@ -322,8 +323,3 @@ def _matches(role: str, names: Sequence[str], taken: Iterable[str]) -> list[str]
         if plain in rank:
             ranked.append((name.count("."), rank[plain], place, name))
     return [name for *_, name in sorted(ranked)]
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:12])
-    return f"{shown} and {len(names) - 12} more" if len(names) > 12 else shown

@@ -61,6 +61,8 @@ class Collected:
     ends: Any = field(default_factory=lambda: array("d"))
     durations: Any = field(default_factory=lambda: array("d"))
     pauses: Any = field(default_factory=lambda: array("d"))
+    brings_results: Any = field(default_factory=lambda: array("d"))
+    calls_tools: Any = field(default_factory=lambda: array("d"))
     _codes: dict[Any, int] = field(default_factory=dict)
     _labels: dict[int | str, int] = field(default_factory=lambda: defaultdict(count().__next__))
 
@@ -94,7 +96,9 @@ class Collected:
         if row.stamp is not None:
             self.times.append(row.stamp)
         if row.session is not None:
-            code = self._codes.setdefault(_name(row.session), len(self._codes))
+            code = self._codes.setdefault(
+                str(row.session) if isinstance(row.session, list | dict) else row.session, len(self._codes)
+            )
             _put(self.session, len(self.line), code, _NO_SESSION)
         if row.turn is not None:
             _put(self.turn, len(self.line), row.turn, _UNKNOWN)
@@ -107,8 +111,16 @@ class Collected:
             _put(self.durations, len(self.line), row.duration_s, _UNKNOWN)
         if row.pause_s is not None:
             _put(self.pauses, len(self.line), row.pause_s, _UNKNOWN)
+        for said, column in ((row.brings_results, self.brings_results), (row.calls_tools, self.calls_tools)):
+            if said is not None:
+                _put(column, len(self.line), float(said), _UNKNOWN)
         if row.hash_ids is not None:
-            self._add_ids(row.hash_ids)
+            before = len(self.hash_flat)
+            try:
+                self.hash_flat.extend(map(self._labels.__getitem__, row.hash_ids) if self._labels else row.hash_ids)
+            except (OverflowError, TypeError):
+                earlier_ids = self.hash_flat[:before]
+                self.hash_flat = array("q", map(self._labels.__getitem__, (*earlier_ids, *row.hash_ids)))
             _put(self.hash_counts, len(self.line), len(row.hash_ids), _NO_IDS)
         if row.cached_tokens is not None:
             self.cached_tokens = (self.cached_tokens or 0) + row.cached_tokens
@@ -120,21 +132,6 @@ class Collected:
             _put(self.prompts, len(self.line), row.prompt, None)
         if row.request_class is not None:
             _put(self.classes, len(self.line), row.request_class, None)
-
-    def _add_ids(self, ids: Sequence[int | str]) -> None:
-        """Append hash ids as they are; all are numbered in order of appearance once one is a text or beyond 64 bits."""
-        before = len(self.hash_flat)
-        try:
-            self.hash_flat.extend(map(self._labels.__getitem__, ids) if self._labels else ids)
-        except (OverflowError, TypeError):
-            earlier = self.hash_flat[:before]
-            self.hash_flat = array("q", map(self._labels.__getitem__, (*earlier, *ids)))
-
-    def number_ids(self) -> None:
-        """Number hash ids that are negative or so large that a repeated log would leave 64 bits."""
-        flat = np.asarray(self.hash_flat, np.int64)
-        if flat.size and not 0 <= flat.min() <= flat.max() < _LARGE_ID:
-            self.hash_flat = array("q", np.unique(flat, return_inverse=True)[1].tolist())
 
     def drop(self, row: Dropped) -> None:
         """Count a row that is left out."""
@@ -195,11 +192,6 @@ class Collected:
         return counts
 
 
-def _name(session: Any) -> Any:
-    """A session's name; a list or an object, which formats with nested records may have, as text."""
-    return str(session) if isinstance(session, list | dict) else session
-
-
 def _put(column: Any, rows: int, value: Any, missing: Any) -> None:
     """Write the entry of the last of ``rows`` rows; those before it that have none get ``missing``."""
     lacking = rows - 1 - len(column)
@@ -232,7 +224,9 @@ def collect(log: LogFile, reading: Reading) -> Collected:
         problem = f"column {column!r} has {classes:,} different values, too many for classes of requests"
         raise InputFileError(log.path, f"{problem}; --columns class=- leaves it out")
     if collected.hash_counts:
-        collected.number_ids()
+        flat = np.asarray(collected.hash_flat, np.int64)
+        if flat.size and not 0 <= flat.min() <= flat.max() < _LARGE_ID:
+            collected.hash_flat = array("q", np.unique(flat, return_inverse=True)[1].tolist())
         collected.block_tokens = _block_tokens(log, collected, reading)
         if reading.from_texts:
             collected.forget_single_ids()
@@ -310,10 +304,24 @@ def arranged(rows: Collected, start_s: Floats | None, end_s: Floats | None) -> R
         content=_contents(session, turn, inputs, outputs, after) if rows.sessions else None,
         arrival_s=None if start_s is None else starts_s[first],
         pause_s=pause_s,
+        tool_share=None if pause_s is None else _tool_share(rows, order, turn, after),
         after=after,
         classes=[rows.classes[row] for row in order] if rows.classes else None,
         offset_s=starts_s - starts_s[first][session] if own_times else None,
     )
+
+
+def _tool_share(rows: Collected, order: Int64s, turn: Int32s, after: list[list[int] | None] | None) -> Floats | None:
+    """Per row 1 where the pause before it is of tools, 0 where it is the user's, NaN where the log does not say; None
+    if it never does. A request with results of tools follows them, else one that follows a response with calls."""
+    brings, calls = (_padded(column, len(rows), _UNKNOWN)[order] for column in (rows.brings_results, rows.calls_tools))
+    before = np.arange(len(order)) - 1
+    for row, waits in enumerate(after or ()):
+        if waits:
+            before[row] = row - int(turn[row]) + max(waits)
+    share: Floats = np.where(np.isnan(brings), calls[before], brings)
+    share[turn == 0] = np.nan
+    return None if np.isnan(share).all() else share
 
 
 def strings_or_null(texts: Sequence[str | None]) -> pa.Array:

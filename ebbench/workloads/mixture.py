@@ -221,6 +221,12 @@ def _join_classes(mixture: Mixture, parts: Sequence[Requests], seed: int) -> Req
         for request_class, share, part in zip(mixture.classes, mixture.shares, parts, strict=True)
     }  # fmt: skip
     rows = _Rows(parts, order)
+    sizes = {part.block_tokens for part in parts if part.hash_ids is not None}
+    if len(sizes) > 1:
+        shown = " and ".join(str(size or 512) for size in sorted(sizes, key=lambda size: size or 512))
+        raise UsageError(
+            f"the hash ids of these classes are of blocks of {shown} tokens, a plan has one size; measure them apart"
+        )
     return Requests(
         session[order],
         rows.array("turn", 0),
@@ -228,9 +234,10 @@ def _join_classes(mixture: Mixture, parts: Sequence[Requests], seed: int) -> Req
         rows.array("output_tokens", 0),
         prompt=rows.arrow("prompt", pa.string()),
         hash_ids=_hash_ids(parts, order),
-        block_tokens=_block_tokens(parts),
+        block_tokens=(sizes.pop() if sizes else None),
         content=_contents(parts)[order],
         pause_s=rows.array("pause_s", np.nan, optional=True),
+        tool_share=rows.array("tool_share", np.nan, optional=True),
         after=rows.listed("after"),
         hang_up_s=rows.array("hang_up_s", np.nan, optional=True),
         thinking_tokens=rows.array("thinking_tokens", 0, optional=True),
@@ -287,16 +294,6 @@ def _contents(parts: Sequence[Requests]) -> Int64s:
         streams_of_parts.append(numbered + first)
         first += len(streams)
     return np.concatenate(streams_of_parts).astype(np.int64)
-
-
-def _block_tokens(parts: Sequence[Requests]) -> int | None:
-    sizes = {part.block_tokens for part in parts if part.hash_ids is not None}
-    if len(sizes) > 1:
-        shown = " and ".join(str(size or 512) for size in sorted(sizes, key=lambda size: size or 512))
-        raise UsageError(
-            f"the hash ids of these classes are of blocks of {shown} tokens, a plan has one size; measure them apart"
-        )
-    return sizes.pop() if sizes else None
 
 
 def _hash_ids(parts: Sequence[Requests], order: Int64s) -> pa.Array | None:

@@ -150,7 +150,9 @@ def fit_overlap(starts: Starts, s_per_output_token: float, **distributions: tupl
         own = starts.kind[case == case_before] if (case == case_before).sum() >= _FEWEST else starts.kind
         for kind in (MAIN, FRESH, BESIDE):
             follow = starts.kind[(case == case_before) & (starts.kind_before == kind)]
-            continues.append(_kinds(follow if len(follow) >= _FEWEST else own))
+            kinds = follow if len(follow) >= _FEWEST else own
+            shares = np.bincount(kinds, minlength=3) / max(1, len(kinds))
+            continues.append((round(float(shares[0]), 4), round(float(shares[1]), 4), round(float(shares[2]), 4)))
     return Overlap(
         after=tuple(after), continues=tuple(continues), s_per_output_token=round(s_per_output_token, 6), **distributions
     )
@@ -194,11 +196,6 @@ def _ranges(running: Int64s) -> Int64s:
     return np.array(tops, np.int64)
 
 
-def _kinds(kinds: Int64s) -> tuple[float, float, float]:
-    shares = np.bincount(kinds, minlength=3) / max(1, len(kinds))
-    return round(float(shares[0]), 4), round(float(shares[1]), 4), round(float(shares[2]), 4)
-
-
 @dataclass(frozen=True)
 class Session:
     """A session as drawn, by turns: the case of each start, and how many of the running requests had ended at it."""
@@ -229,7 +226,17 @@ def draw_session(overlap: Overlap, turns: int, rng: np.random.Generator) -> Sess
     drawn, running = Session([_ONLY], [0]), 0
     for what, size in rng.random((turns - 1, 2)).tolist():
         running += 1
-        ended = _draw_ended(overlap.after[drawn.case[-1]], running, what, size)
+        after = overlap.after[drawn.case[-1]]
+        at = min(bisect_left(after.running, running), len(after.running) - 1)
+        none, single = after.none_ended[at], after.one_ended[at]
+        if what < none:
+            ended = 0
+        elif what < none + single:
+            ended = 1
+        elif what < none + single + after.all_ended[at] or running < 3:
+            ended = running
+        else:
+            ended = 2 + int(after.some_of_rest[at] * (running - 3) + size)
         drawn.case.append(_case(ended, running))
         drawn.ended.append(ended)
         running -= ended
@@ -265,19 +272,6 @@ def draw_order(
         else:
             sides = [request for request in sides if request != grew] + [turn]
     return order
-
-
-def _draw_ended(after: Step, running: int, what: float, size: float) -> int:
-    """How many of the running requests have ended."""
-    at = min(bisect_left(after.running, running), len(after.running) - 1)
-    none, single = after.none_ended[at], after.one_ended[at]
-    if what < none:
-        return 0
-    if what < none + single:
-        return 1
-    if what < none + single + after.all_ended[at] or running < 3:
-        return running
-    return 2 + int(after.some_of_rest[at] * (running - 3) + size)
 
 
 def _continued(shares: Sequence[float], draws: Sequence[float], main: int, free: Sequence[int]) -> tuple[int, int]:

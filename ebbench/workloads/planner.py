@@ -13,8 +13,7 @@ import pyarrow.compute as pc
 
 from ebbench.config.declare import MOST_SECONDS, named_settings, settings_of
 from ebbench.errors import UsageError
-from ebbench.records.content import with_block_tokens
-from ebbench.records.plan import Plan
+from ebbench.records.plan import Plan, with_block_tokens
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.records.warnings import RunWarning, warning
 from ebbench.traffic.arrivals import substream
@@ -50,8 +49,7 @@ from ebbench.workloads.sessions import (
     with_sessions,
 )
 from ebbench.workloads.shared_prefix import with_shared_prefixes
-from ebbench.workloads.sources import draw_requests, gather
-from ebbench.workloads.spec import Profile, Selection, WorkloadSpec, load_workload
+from ebbench.workloads.spec import Profile, Selection, WorkloadSpec, draw_requests, gather, load_workload
 
 # Assembles a plan from requests and a schedule.
 
@@ -80,17 +78,14 @@ def assemble(
     sizes = np.bincount(phase, minlength=len(schedule.names))
     table = _table(requests, schedule.names, phase, arrival_s, seed)
     phases = closed_phases(schedule, [int(size) for size in sizes]) if arrival_s is None else ()
-    facts = {**facts, **_counts(requests)}
-    return Plan(table, phases, facts, cap if arrival_s is not None else None, warnings)
-
-
-def _counts(requests: Requests) -> dict[str, Any]:
-    return {
+    facts = {
+        **facts,
         "sessions": requests.sessions,
         "requests": len(requests),
         "mean_input_tokens": float(np.mean(requests.input_tokens)),
         "mean_output_tokens": float(np.mean(requests.output_tokens)),
     }
+    return Plan(table, phases, facts, cap if arrival_s is not None else None, warnings)
 
 
 def _within(requests: Requests, limits: LengthLimits) -> tuple[Requests, Int64s, tuple[RunWarning, ...]]:
@@ -119,6 +114,10 @@ def _within(requests: Requests, limits: LengthLimits) -> tuple[Requests, Int64s,
 
 def _table(requests: Requests, names: tuple[str, ...], phase: Int64s, arrival_s: Floats | None, seed: int) -> pa.Table:
     n = len(requests)
+    arrival_ns = pa.nulls(n, pa.int64())
+    if arrival_s is not None:
+        ns = np.rint(arrival_s * 1e9).astype(np.int64)
+        arrival_ns = ints(ns[requests.session], pa.int64(), valid=requests.turn == 0)
     # Contents of different seeds share no tokens, so that a server's prefix cache does not carry over between seeds.
     base = int(substream(seed, "content/streams").integers(1, 2**30)) << 32
     columns: dict[str, Any] = {
@@ -126,7 +125,7 @@ def _table(requests: Requests, names: tuple[str, ...], phase: Int64s, arrival_s:
         "session": ints(requests.session, pa.int64()),
         "turn": ints(requests.turn, pa.int32()),
         "phase": strings(names).take(ints(phase[requests.session], pa.int64())),
-        "arrival_ns": _arrivals_ns(requests, arrival_s),
+        "arrival_ns": arrival_ns,
         "input_tokens": ints(requests.input_tokens, pa.int32()),
         "output_tokens": ints(requests.output_tokens, pa.int32()),
         "content": ints((requests.session if requests.content is None else requests.content) + base, pa.int64()),
@@ -145,6 +144,9 @@ def _extras(requests: Requests) -> dict[str, pa.Array]:
     if requests.pause_s is not None and (known := requests.pause_s > 0).any():
         ns = np.rint(np.where(known, requests.pause_s, 0.0) * 1e9)
         columns["pause_ns"] = ints(ns, pa.int64(), valid=known)
+        if requests.tool_share is not None and (known := known & np.isfinite(requests.tool_share)).any():
+            tool_ns = np.rint(np.where(known, ns * requests.tool_share, 0.0))
+            columns["tool_ns"] = ints(tool_ns, pa.int64(), valid=known)
     if requests.after is not None and any(waits is not None for waits in requests.after):
         columns["after"] = int_lists(requests.after).cast(PLAN_EXTRAS.field("after").type)
     if requests.hang_up_s is not None and (known := np.isfinite(requests.hang_up_s)).any():
@@ -177,13 +179,6 @@ def _ids(requests: Requests) -> pa.Array:
         return ids
     points = strings(["."]).take(ints(np.zeros(len(requests)), pa.int64()))
     return pc.binary_join_element_wise(ids, ints(requests.turn, pa.int32()).cast(pa.string()), points)
-
-
-def _arrivals_ns(requests: Requests, arrival_s: Floats | None) -> pa.Array:
-    if arrival_s is None:
-        return pa.nulls(len(requests), pa.int64())
-    ns = np.rint(arrival_s * 1e9).astype(np.int64)
-    return ints(ns[requests.session], pa.int64(), valid=requests.turn == 0)
 
 
 def phase_requests(spec: ScenarioSpec, sizes: tuple[int, ...], seed: int) -> Requests:
@@ -276,7 +271,14 @@ def describe(plan: Plan) -> dict[str, Any]:
         "decode_share": float(outputs.mean()) / total,
     }
     if not plan.closed_loop:
-        described["arrivals"] = _arrival_statistics(plan)
+        times = plan.table["arrival_ns"].drop_null().to_numpy() / 1e9
+        gaps = np.diff(times)
+        mean_gap = float(gaps.mean()) if len(gaps) else 0.0
+        described["arrivals"] = {
+            "duration_s": float(times[-1]),
+            "sessions_per_s": 1.0 / mean_gap if mean_gap else 0.0,
+            "gap_variation": float(gaps.std()) / mean_gap if mean_gap else 0.0,
+        }
     return described
 
 
@@ -288,18 +290,6 @@ def _lengths(values: Any) -> Mapping[str, float]:
         "min": int(values.min()),
         **{f"p{q}": float(point) for q, point in zip(PERCENTILES, points, strict=True)},
         "max": int(values.max()),
-    }
-
-
-def _arrival_statistics(plan: Plan) -> Mapping[str, float]:
-    """Sessions per second over the time of arrivals, and their index of dispersion (1: Poisson)."""
-    times = plan.table["arrival_ns"].drop_null().to_numpy() / 1e9
-    gaps = np.diff(times)
-    mean_gap = float(gaps.mean()) if len(gaps) else 0.0
-    return {
-        "duration_s": float(times[-1]),
-        "sessions_per_s": 1.0 / mean_gap if mean_gap else 0.0,
-        "gap_variation": float(gaps.std()) / mean_gap if mean_gap else 0.0,
     }
 
 
@@ -358,7 +348,8 @@ def _single(options: PlanOptions, scenario: ScenarioSpec | None = None) -> tuple
     """The requests of a single workload, when they are released, and the scenario that says so (None: its own)."""
     workload = None if is_recorded(options.workload) else load_workload(options.workload)
     scenario = scenario or _scenario(options, workload)
-    _check(options, scenario, workload)
+    _check_times(options, scenario, trace=workload is None)
+    _check_requests(options, scenario, workload)
     requests, schedule = (
         _from_trace(options, scenario) if workload is None else _from_workload(options, scenario, workload)
     )
@@ -393,12 +384,6 @@ def _scenario(options: PlanOptions, workload: WorkloadSpec | None) -> ScenarioSp
     return own if own is not None and whole else asked
 
 
-def _check(options: PlanOptions, scenario: ScenarioSpec, workload: WorkloadSpec | None) -> None:
-    """Refuse options without effect. ``workload`` None: a trace."""
-    _check_times(options, scenario, trace=workload is None)
-    _check_requests(options, scenario, workload)
-
-
 def _check_times(options: PlanOptions, scenario: ScenarioSpec, *, trace: bool) -> None:
     if scenario.loop == "trace" and not trace:
         own = "a workload log:FILE, or one fitted to a log" if scenario.name == "trace" else "a workload log:FILE"
@@ -431,8 +416,8 @@ def _no_rate(options: PlanOptions) -> str:
     if options.scenario is None:
         rate = f"--request-rate {options.request_rate:g}"
         return (
-            f"a log has a rate of its own: {rate} --scenario trace scales its recorded times to it, "
-            f"{rate} --scenario poisson takes only its lengths"
+            f"a log has a rate of its own: leave {rate} out to replay it; {rate} --scenario trace scales its recorded "
+            f"times to it, {rate} --scenario poisson takes only its lengths"
         )
     return ""
 
@@ -463,19 +448,13 @@ def _check_requests(options: PlanOptions, scenario: ScenarioSpec, workload: Work
         option = "--recorded-pauses" if options.recorded_pauses else "--keep-text"
         option = "--columns" if options.columns is not None else option
         raise UsageError(f"{option} is for log:FILE; leave it out for {options.workload}")
-    if options.shares_prefixes and (
-        trace or (workload is not None and not _draws_lengths(options, scenario, workload))
-    ):
+    drawn = scenario.own_lengths or options.source == "profile" or options.lengths_set
+    if options.shares_prefixes and (workload is None or (workload.records is not None and not drawn)):
         problem = f"--prefix-share and --cache-hit-rate are for synthetic prompts; {options.workload} brings its own"
         raise UsageError(f"{problem}: leave them out" + ("" if trace else ", or add --source profile"))
     unused = options.tokenizer is not None and not options.counts_answers
     if unused and (textless := _textless(options, scenario, workload)):
         raise UsageError(f"--tokenizer counts the tokens of texts; {textless} has none, leave it out")
-
-
-def _draws_lengths(options: PlanOptions, scenario: ScenarioSpec, workload: WorkloadSpec) -> bool:
-    """Whether prompts are drawn from distributions, and not read from a data set."""
-    return workload.records is None or scenario.own_lengths or options.source == "profile" or options.lengths_set
 
 
 def _textless(options: PlanOptions, scenario: ScenarioSpec, workload: WorkloadSpec | None) -> str:
@@ -496,22 +475,19 @@ def _from_workload(options: PlanOptions, scenario: ScenarioSpec, workload: Workl
     schedule = make_schedule(scenario, options.load, options.num_prompts, default, options.seed)
     if scenario.own_lengths:
         return phase_requests(scenario, schedule.sizes, options.seed), schedule
+    own = None if workload.fitted is None else workload.fitted.scenario()
+    if own == scenario and options.request_rate is not None:
+        rate_scale = options.request_rate / (own.phases[0].rate or 1.0)
+    else:
+        rate_scale = options.rate_scale or 1.0
     selection = Selection(
-        schedule.sessions, options.seed, options.lengths_set, options.tokenizer, options.with_text,
-        _rate_scale(options, scenario, workload), options.redraw,
+        schedule.sessions, options.seed, options.lengths_set, options.tokenizer, options.with_text, rate_scale,
+        options.redraw,
     )  # fmt: skip
     requests = gather(workload, _profile(options, workload), options.source, selection)
     if requests.sessions < schedule.sessions:
         schedule = make_schedule(scenario, options.load, requests.sessions, default, options.seed)
     return requests, schedule
-
-
-def _rate_scale(options: PlanOptions, scenario: ScenarioSpec, workload: WorkloadSpec) -> float:
-    """Factor of a fitted workload's own rate; the drift of its lengths is as much faster."""
-    own = None if workload.fitted is None else workload.fitted.scenario()
-    if own == scenario and options.request_rate is not None:
-        return options.request_rate / (own.phases[0].rate or 1.0)
-    return options.rate_scale or 1.0
 
 
 def _from_trace(options: PlanOptions, scenario: ScenarioSpec) -> tuple[Requests, Schedule]:
@@ -593,54 +569,34 @@ def _profile(options: PlanOptions, workload: WorkloadSpec) -> Profile:
     return profile
 
 
-def _described_arrivals(options: PlanOptions, scenario: ScenarioSpec) -> dict[str, Any]:
-    """Rates and burstiness in force, set by the caller or by the scenario file."""
-    if scenario.loop != "open":
-        return {}
-    shapes = {phase.burstiness for phase in scenario.phases if phase.process == "gamma"}
-    described: dict[str, Any] = {}
-    if shapes:
-        described["burstiness"] = options.burstiness if options.burstiness is not None else min(shapes)
-    if not options.request_rate or len(scenario.phases) > 1:
-        described["phase_rates"] = {phase.name: phase_rate(scenario, phase, options.load) for phase in scenario.phases}
-    return described
-
-
-def _count_is_random(options: PlanOptions, scenario: ScenarioSpec) -> bool:
-    """Whether the number of sessions depends on the seed."""
-    timed = scenario.loop == "open" and any(phase.duration_s is not None for phase in scenario.phases)
-    limited = scenario.loop == "open" and options.duration_s is not None
-    return (timed and options.num_prompts is None) or limited or options.drop_too_long
-
-
-def _rate_facts(options: PlanOptions) -> dict[str, Any]:
-    if options.load.unlimited:
-        return {"all_at_once": True}
-    scaled = {"rate_scale": options.rate_scale} if options.rate_scale else {}
-    return scaled | ({"request_rate": options.request_rate} if options.request_rate else {})
-
-
 def _facts(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) -> dict[str, Any]:
     """Facts for the manifest except the counts; only plain values."""
-    own = {"source": "scenario", "source_reason": f"{scenario.name} brings its own lengths"}
-    return {
+    facts: dict[str, Any] = {
         "workload": options.workload,
         "scenario": scenario.name,
         "loop": scenario.loop,
         "seed": options.seed,
-        **_rate_facts(options),
-        **({"duration_s": options.duration_s} if options.duration_s else {}),
-        **({"saturation_rate": options.saturation_rate} if options.saturation_rate else {}),
-        **_described_arrivals(options, scenario),
-        **({"sessions_by_seed": True} if _count_is_random(options, scenario) else {}),
-        **({**own, **_shape(requests)} if scenario.own_lengths else requests.facts),
     }
-
-
-def _shape(requests: Requests) -> dict[str, Any]:
-    """The facts about sessions and prefixes, which hold whatever the source of the lengths is."""
-    names = ("session_shape", "prefix_share", "prefix_groups", "cache_hit_rate", "planned_hit_rate")
-    return {name: value for name, value in requests.facts.items() if name in names}
+    if options.load.unlimited:
+        facts["all_at_once"] = True
+    set_rates = () if options.load.unlimited else ("rate_scale", "request_rate")
+    names = (*set_rates, "duration_s", "saturation_rate")
+    facts |= {name: value for name in names if (value := getattr(options, name))}
+    if scenario.loop == "open":
+        if shapes := {phase.burstiness for phase in scenario.phases if phase.process == "gamma"}:
+            facts["burstiness"] = options.burstiness if options.burstiness is not None else min(shapes)
+        if not options.request_rate or len(scenario.phases) > 1:
+            facts["phase_rates"] = {phase.name: phase_rate(scenario, phase, options.load) for phase in scenario.phases}
+    timed = scenario.loop == "open" and any(phase.duration_s is not None for phase in scenario.phases)
+    limited = scenario.loop == "open" and options.duration_s is not None
+    if (timed and options.num_prompts is None) or limited or options.drop_too_long:
+        facts["sessions_by_seed"] = True
+    if not scenario.own_lengths:
+        return {**facts, **requests.facts}
+    # What holds whatever the source of the lengths is.
+    kept = ("session_shape", "prefix_share", "prefix_groups", "cache_hit_rate", "planned_hit_rate")
+    facts |= {"source": "scenario", "source_reason": f"{scenario.name} brings its own lengths"}
+    return facts | {name: value for name, value in requests.facts.items() if name in kept}
 
 
 def laid_out(

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from ebbench.errors import InputFileError
+from ebbench.foreign.documents import visible
 from ebbench.records.warnings import RunWarning
-from ebbench.untrusted import visible
 from ebbench.workloads.files import LogFile, LogRecord
 from ebbench.workloads.log_columns import Columns
 from ebbench.workloads.tokens import BYTES_PER_TOKEN, TokenCounter, token_counter
@@ -67,23 +67,19 @@ def joined_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
-        return _message(value)
+        content, calls = "", _calls(value)
+        for key in ("content", "text", "parts", "messages", "prompt", "value"):
+            if key in value:
+                content = joined_text(value[key])
+                break
+        else:
+            if not calls:
+                return ""
+        text = "\n".join(filter(None, (content, calls)))
+        return f"{value['role']}: {text}" if "role" in value else text
     if isinstance(value, Sequence):
         return "\n".join(filter(None, (joined_text(part) for part in value)))
     return ""
-
-
-def _message(message: Mapping[str, Any]) -> str:
-    content, calls = "", _calls(message)
-    for key in ("content", "text", "parts", "messages", "prompt", "value"):
-        if key in message:
-            content = joined_text(message[key])
-            break
-    else:
-        if not calls:
-            return ""
-    text = "\n".join(filter(None, (content, calls)))
-    return f"{message['role']}: {text}" if "role" in message else text
 
 
 def _calls(message: Mapping[str, Any]) -> str:
@@ -129,7 +125,8 @@ class Recorded(NamedTuple):
     ``end``: when its response was complete; ``duration_s``: how long it took, where only that is known;
     ``cached_tokens``: how much of the prompt the server had in its cache then; ``pause_s``: the time from the end of
     the turn before to its start, where that is what the log says; ``request_class``: the name of its class;
-    ``steps_by_accepted``: decode steps that accepted 0, 1, ... drafted tokens.
+    ``steps_by_accepted``: decode steps that accepted 0, 1, ... drafted tokens. ``brings_results``: whether its prompt
+    ends with results of tools; ``calls_tools``: whether its response ends with calls of tools; None: not said.
     """
 
     line: int
@@ -146,6 +143,30 @@ class Recorded(NamedTuple):
     pause_s: float | None = None
     request_class: str | None = None
     steps_by_accepted: Sequence[int] | None = None
+    brings_results: bool | None = None
+    calls_tools: bool | None = None
+
+
+def calls_tools(stop: Any) -> bool | None:
+    """Whether a response with this finish reason, or list of them, ends with calls of tools; None: not said."""
+    reasons = [reason for reason in (stop if isinstance(stop, list) else [stop]) if isinstance(reason, str) and reason]
+    return any(_CALLS.search(reason) for reason in reasons) if reasons else None
+
+
+def brings_results(messages: Any) -> bool | None:
+    """Whether a prompt of messages ends with results of tools; None if it is none."""
+    if not isinstance(messages, list) or not messages or not isinstance(messages[-1], Mapping):
+        return None
+    last = messages[-1]
+    content = last.get("content")
+    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    kinds = [part.get("type") for part in (last, *parts)]
+    return last.get("role") in ("tool", "function") or bool({*map(str, kinds)} & _RESULTS)
+
+
+_CALLS = re.compile("tool|function_call", re.IGNORECASE)
+_RESULTS = {"tool_result", "function_call_output"}
+"""Types of messages or their parts in Anthropic's Messages and OpenAI's Responses."""
 
 
 class Dropped(NamedTuple):

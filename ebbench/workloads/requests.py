@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -85,17 +86,26 @@ class ImageSettings:
     side: int = setting(448, "height and width of an image", unit="pixels", at_least=8, at_most=8192)
 
 
+_ARRAYS = (
+    "turn", "input_tokens", "output_tokens", "content", "pause_s", "tool_share", "hang_up_s", "thinking_tokens",
+    "priority", "offset_s", "primed_tokens",
+)  # fmt: skip
+_LISTS = ("lora", "images", "classes")
+"""Columns of requests with an entry per row, which rows are chosen from and repeated by, whatever they mean."""
+
+
 @dataclass(frozen=True)
 class Requests:
     """Requests without send times. ``session`` counts from 0 and never decreases; ``turn`` counts from 0 per session.
 
     ``arrival_s``: one entry per session, from the start of the trace; None unless the source has times.
     ``block_tokens``: prompt tokens per hash id (None: 512). ``content``: stream of each row's tokens from 0, None: one
-    per session. ``pause_s``: seconds between the end of what a row waits for and its start (NaN: none); ``after``: the
-    turns that it waits for, None for the turn before. ``hang_up_s``: seconds after which the client hangs up (NaN:
-    never). ``thinking_tokens``: how many output tokens, from the first one on, are thinking. ``lora``: adapter of
-    each row; ``images``: those of each prompt, whose tokens ``input_tokens`` includes. ``classes`` and ``priority``:
-    class and vLLM's priority of each row. ``offset_s``: recorded start of each row from that of its session;
+    per session. ``pause_s``: seconds between the end of what a row waits for and its start (NaN: none);
+    ``tool_share``: the share of it that tools take, the rest is the user's (NaN: not known); ``after``: the turns that
+    it waits for, None for the turn before. ``hang_up_s``: seconds after which the client hangs up (NaN: never).
+    ``thinking_tokens``: how many output tokens, from the first one on, are thinking. ``lora``: adapter of each row;
+    ``images``: those of each prompt, whose tokens ``input_tokens`` includes. ``classes`` and ``priority``: class and
+    vLLM's priority of each row. ``offset_s``: recorded start of each row from that of its session;
     ``primed_tokens``: how much of its prompt the server holds when the run begins.
     """
 
@@ -109,6 +119,7 @@ class Requests:
     content: Int64s | None = None
     arrival_s: Floats | None = None
     pause_s: Floats | None = None
+    tool_share: Floats | None = None
     after: Sequence[Sequence[int] | None] | None = None
     hang_up_s: Floats | None = None
     thinking_tokens: Int32s | None = None
@@ -133,27 +144,21 @@ class Requests:
         """Rows where ``mask`` holds; sessions are renumbered."""
         kept_sessions, session = np.unique(self.session[mask], return_inverse=True)
         chosen = bits(mask)
+        columns: dict[str, Any] = {name: values[mask] for name, values in self._columns(_ARRAYS)}
+        columns |= {name: list(compress(values, mask)) for name, values in self._columns(_LISTS)}
         return replace(
             self,
             session=session.astype(np.int64),
-            turn=self.turn[mask],
-            input_tokens=self.input_tokens[mask],
-            output_tokens=self.output_tokens[mask],
             prompt=None if self.prompt is None else self.prompt.filter(chosen),
             hash_ids=None if self.hash_ids is None else self.hash_ids.filter(chosen),
-            content=None if self.content is None else self.content[mask],
             arrival_s=None if self.arrival_s is None else self.arrival_s[kept_sessions],
-            pause_s=None if self.pause_s is None else self.pause_s[mask],
             after=None if self.after is None else self._after_kept(mask),
-            hang_up_s=None if self.hang_up_s is None else self.hang_up_s[mask],
-            thinking_tokens=None if self.thinking_tokens is None else self.thinking_tokens[mask],
-            priority=None if self.priority is None else self.priority[mask],
-            offset_s=None if self.offset_s is None else self.offset_s[mask],
-            primed_tokens=None if self.primed_tokens is None else self.primed_tokens[mask],
-            lora=_rows_chosen(self.lora, mask),
-            images=_rows_chosen(self.images, mask),
-            classes=_rows_chosen(self.classes, mask),
+            **columns,
         )
+
+    def _columns(self, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        """Those of the columns that the requests have, by name."""
+        return ((name, values) for name in names if (values := getattr(self, name)) is not None)
 
     def _after_kept(self, mask: npt.NDArray[np.bool_]) -> list[Sequence[int] | None]:
         """The turns that each kept row waits for, where a turn that is not kept is replaced by those it waits for."""
@@ -178,35 +183,17 @@ class Requests:
             return replace(self, arrival_s=None)
         content = self.session if self.content is None else self.content
         steps = np.repeat(np.arange(times), len(self))
-
-        def tiled(column: Any) -> Any:
-            return None if column is None else np.tile(column, times)
-
+        columns: dict[str, Any] = {name: np.tile(values, times) for name, values in self._columns(_ARRAYS)}
+        columns |= {name: list(values) * times for name, values in self._columns(("after", *_LISTS))}
+        columns |= {"content": np.tile(content, times) + steps * (int(content.max(initial=-1)) + 1)}
         return replace(
             self,
             session=np.tile(self.session, times) + steps * self.sessions,
-            turn=np.tile(self.turn, times),
-            input_tokens=np.tile(self.input_tokens, times),
-            output_tokens=np.tile(self.output_tokens, times),
             prompt=None if self.prompt is None else pa.concat_arrays([self.prompt] * times),
             hash_ids=None if self.hash_ids is None else _renewed(self.hash_ids, times),
-            content=np.tile(content, times) + steps * (int(content.max(initial=-1)) + 1),
             arrival_s=None,
-            pause_s=tiled(self.pause_s),
-            after=None if self.after is None else list(self.after) * times,
-            hang_up_s=tiled(self.hang_up_s),
-            thinking_tokens=tiled(self.thinking_tokens),
-            priority=tiled(self.priority),
-            offset_s=tiled(self.offset_s),
-            primed_tokens=tiled(self.primed_tokens),
-            lora=None if self.lora is None else list(self.lora) * times,
-            images=None if self.images is None else list(self.images) * times,
-            classes=None if self.classes is None else list(self.classes) * times,
+            **columns,
         )
-
-
-def _rows_chosen(values: Sequence[Any] | None, mask: npt.NDArray[np.bool_]) -> list[Any] | None:
-    return None if values is None else [values[row] for row in np.flatnonzero(mask).tolist()]
 
 
 def _renewed(hash_ids: pa.Array, times: int) -> pa.Array:

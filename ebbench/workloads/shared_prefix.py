@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from ebbench.errors import UsageError
-from ebbench.records.content import CHUNK_TOKENS
+from ebbench.records.plan import CHUNK_TOKENS
 from ebbench.traffic.arrivals import substream
 from ebbench.workloads.options import PlanOptions
 from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, int_lists, ints
@@ -65,21 +65,16 @@ def _hit_rate(requests: Requests, group: Int64s, blocks: Int64s) -> float:
     """Share of the prompt tokens that an unlimited cache holds if requests run one after the other, in plan order."""
     hits = np.zeros(len(requests), np.int64)
     first = requests.turn == 0
-    hits[first] = np.minimum(blocks, _most_before(group, blocks)) * BLOCK_TOKENS
-    total = requests.input_tokens.astype(np.int64) + requests.output_tokens
-    before = np.where(first[1:], 0, np.minimum(total[:-1], requests.input_tokens[1:] - 1))
-    hits[1:] = np.maximum(hits[1:], before // BLOCK_TOKENS * BLOCK_TOKENS)
-    return float(hits.sum() / requests.input_tokens.sum())
-
-
-def _most_before(group: Int64s, blocks: Int64s) -> Int64s:
-    """The most blocks of an earlier session of the same group; 0 for the first."""
     order = np.argsort(group, kind="stable")
     most = np.zeros(len(group), np.int64)
     bounds = np.flatnonzero(np.diff(group[order], prepend=-1))
     for rows in np.split(order, bounds[1:]):
         most[rows[1:]] = np.maximum.accumulate(blocks[rows])[:-1]
-    return most
+    hits[first] = np.minimum(blocks, most) * BLOCK_TOKENS
+    total = requests.input_tokens.astype(np.int64) + requests.output_tokens
+    before = np.where(first[1:], 0, np.minimum(total[:-1], requests.input_tokens[1:] - 1))
+    hits[1:] = np.maximum(hits[1:], before // BLOCK_TOKENS * BLOCK_TOKENS)
+    return float(hits.sum() / requests.input_tokens.sum())
 
 
 def _share_for(requests: Requests, group: Int64s, hit_rate: float, groups: int) -> float:

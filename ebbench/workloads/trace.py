@@ -29,7 +29,7 @@ from ebbench.workloads.formats_tools import TOOLS
 from ebbench.workloads.log_columns import Columns, keeps_failed, names_in, parse_columns, plain_name
 from ebbench.workloads.log_rows import Collected, arranged, collect
 from ebbench.workloads.recorded import UNUSABLE, Reading, ReadOptions, TextReader, TraceFormat
-from ebbench.workloads.requests import Floats, Int64s, Requests
+from ebbench.workloads.requests import Floats, Requests
 from ebbench.workloads.trace_times import (
     Stamps,
     TimeReading,
@@ -78,41 +78,18 @@ TRACES = (
     ),
 )
 
-_CHAT = Definition()
-_ACCESS = Definition(duration="s", time_is_end=True)
-
-
-def _is_access_log(log: LogFile) -> bool:
-    return log.kind == "access log"
-
-
-def _read_access_log(log: LogFile, options: ReadOptions) -> Reading:
-    return read_columns(log, options, _ACCESS)
-
 
 def _is_chat(log: LogFile) -> bool:
     names = names_in(record.value for record in log.sample)
     return any(name.rpartition(".")[2] in ("messages", "usage") for name in names)
 
 
-def _read_chat(log: LogFile, options: ReadOptions) -> Reading:
-    return read_columns(log, options, _CHAT)
-
-
-def _is_table(log: LogFile) -> bool:
-    return False  # the last resort: see format_of
-
-
-def _read_table(log: LogFile, options: ReadOptions) -> Reading:
-    return read_columns(log, options, Definition())
-
-
 ACCESS_LOG = TraceFormat(
     "access log",
     "an access log with token counts as name=value, such as prompt_tokens=812 completion_tokens=90",
     ("time_local", "request", "status"),
-    _is_access_log,
-    _read_access_log,
+    lambda log: log.kind == "access log",
+    lambda log, options: read_columns(log, options, Definition(duration="s", time_is_end=True)),
     choices=CHOICES,
 )
 CHAT_LOG = TraceFormat(
@@ -120,15 +97,15 @@ CHAT_LOG = TraceFormat(
     "requests and responses of an OpenAI API: messages, or usage with prompt_tokens and completion_tokens",
     ("messages", "usage"),
     _is_chat,
-    _read_chat,
+    lambda log, options: read_columns(log, options, Definition()),
     choices=CHOICES,
 )
 TABLE = TraceFormat(
     "table",
     "CSV, Parquet or JSON lines with columns such as timestamp, input_tokens, output_tokens",
     ("timestamp", "input_tokens", "output_tokens"),
-    _is_table,
-    _read_table,
+    lambda log: False,  # the last resort: see recognise_format
+    lambda log, options: read_columns(log, options, Definition()),
     choices=CHOICES,
 )
 _LIKE = 0.6
@@ -359,16 +336,13 @@ def _warnings(collected: Collected, stamps: Stamps | None, columns: Mapping[str,
     if collected.cached_share and not collected.hash_counts:
         sessions = bool(collected.sessions)
         warnings.append(warning("hits-not-replayed", cached_share=collected.cached_share, sessions=sessions))
-    if stamps is not None and (backwards := _backwards(collected, stamps)).size:
-        line = int(collected.line[backwards[0] + 1])
-        warnings.append(warning("rows-not-in-order", rows=backwards.size, first_line=line))
+    if stamps is not None:
+        # Rows after which a later line of the file has an earlier time.
+        backwards = np.flatnonzero((np.diff(stamps.offsets) < 0) & (np.diff(np.asarray(collected.line)) > 0))
+        if backwards.size:
+            line = int(collected.line[backwards[0] + 1])
+            warnings.append(warning("rows-not-in-order", rows=backwards.size, first_line=line))
     return warnings
-
-
-def _backwards(rows: Collected, stamps: Stamps) -> Int64s:
-    """Rows after which a later line of the file has an earlier time."""
-    backwards: Int64s = np.flatnonzero((np.diff(stamps.offsets) < 0) & (np.diff(np.asarray(rows.line)) > 0))
-    return backwards
 
 
 def sliced(requests: Requests, replay: Replay) -> Requests:

@@ -221,7 +221,12 @@ def read_time_unit(
         return TimeReading("s", "numbers with fractions")
     if stamps.whole and whole_numbers_are is not None and slowest <= stamps.rate(whole_numbers_are) < fastest:
         return TimeReading(whole_numbers_are, "whole numbers, by the format's definition")
-    raise UsageError(_ambiguous(stamps))
+    readings = "; ".join(
+        f"{unit}: {short_number(stamps.rate(unit))} requests/s over {short_number(stamps.span / per_second)} s"
+        for unit, per_second in TIME_UNITS.items()
+    )
+    kind = "whole numbers" if stamps.whole else "numbers with fractions"
+    raise UsageError(f"the unit of the trace's times ({kind}) is ambiguous; give it with --time-unit ({readings})")
 
 
 def seconds_since_first(stamps: Stamps, reading: TimeReading) -> npt.NDArray[np.float64]:
@@ -256,12 +261,3 @@ def mixed_epochs(stamps: Stamps) -> tuple[str, str, int] | None:
 def short_number(value: float) -> str:
     """Three significant digits, or all digits before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _ambiguous(stamps: Stamps) -> str:
-    readings = "; ".join(
-        f"{unit}: {short_number(stamps.rate(unit))} requests/s over {short_number(stamps.span / per_second)} s"
-        for unit, per_second in TIME_UNITS.items()
-    )
-    kind = "whole numbers" if stamps.whole else "numbers with fractions"
-    return f"the unit of the trace's times ({kind}) is ambiguous; give it with --time-unit ({readings})"

@@ -9,9 +9,9 @@ import re
 import pytest
 
 from ebbench.analysis.documents import Column, Document, Section
+from ebbench.foreign.documents import csv_cell, markdown, visible
 from ebbench.records.warnings import RunWarning
 from ebbench.render.documents import Console, as_csv, as_markdown, as_rich
-from ebbench.untrusted import csv_cell, markdown, visible
 
 HOSTILE = "a\x1b[31mb\x1b]8;;http://x.example\x07c\r\n::error::d\x9b2Je\u202ef\u2028g\u200bh"
 

@@ -14,7 +14,7 @@ import pytest
 from ebbench.client import drive
 from ebbench.client.bodies import RequestBodies, png
 from ebbench.client.session_plan import plan_sessions
-from ebbench.engines.checks import IMAGES_AS_TOKENS
+from ebbench.engines.base import IMAGES_AS_TOKENS
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
@@ -68,6 +68,15 @@ def test_an_adapter_that_is_not_served_is_refused_before_anything_is_sent() -> N
 def test_simulated_engines_refuse_unsimulated() -> None:
     with pytest.raises(UsageError, match="engine sim simulates none"):
         SimEngine().run(chat(lora_assignment="sql", num_prompts=2), parse_policy("v1"), device(), EngineOptions())
+
+
+def test_an_endpoint_without_priorities_is_refused_before_sending() -> None:
+    plan = build_plan("chat=wildchat:1 rag=longbench:1", source="profile", num_prompts=4, priorities="rag=3")
+    with FakeServerProcess(QUICK) as server:
+        options = ClientOptions(model="base-model", workers=0, metrics_interval_s=None, endpoint="messages")
+        with pytest.raises(UsageError, match=r"--endpoint messages have no priority.*completions, chat"):
+            drive(server.url, plan, options, environ={})
+        assert server.ledger() == []
 
 
 def test_images_are_tokens_of_the_plan_and_pictures_of_the_request() -> None:

@@ -13,7 +13,7 @@ from ebbench.client import session_plan
 from ebbench.client.bodies import _WORDS, PromptTable, RequestBodies, Turn
 from ebbench.client.session_plan import LONG_PROMPT_TOKENS, BodiesAhead, plan_sessions
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
-from ebbench.records.content import token_ids
+from ebbench.records.plan import token_ids
 from ebbench.spec.client import ClientOptions
 from tests.client.client_runs import column, plan_of, run
 

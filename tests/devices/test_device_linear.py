@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ebbench.devices.base import StepShape
-from ebbench.devices.linear import decode_shape, prefill_shape
+from ebbench.devices.costs import decode_shape, prefill_shape
 from ebbench.devices.loader import load_device
 from ebbench.errors import UsageError
 from vllm_eb.settings import GivenValueError

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import lsq_linear
 
-from ebbench.devices.linear import LEAST_FIXED_S, fixed_and_each
+from ebbench.devices.costs import LEAST_FIXED_S, fixed_and_each
 
 TIMES = st.lists(st.floats(1e-4, 10.0), min_size=3, max_size=9)
 

@@ -9,9 +9,9 @@ import pytest
 
 from ebbench.devices import library
 from ebbench.devices.base import Device, Parallel, StepShape
+from ebbench.devices.costs import TableCost, measured_devices
 from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import find_profile
-from ebbench.devices.table import TableCost, measured_devices
 from tests.devices.test_model_families import DEEPSEEK, DELTA, LLAMA, write
 
 pytest.importorskip("aiconfigurator_core")

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from ebbench.devices.base import SINGLE, Parallel
+from ebbench.devices.costs import roofline_cost
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.layers import KERNEL_S, StepArrays, step_arrays
 from ebbench.devices.model_config import read_config
 from ebbench.devices.profiles import find_model, find_profile
-from ebbench.devices.roofline import roofline_cost
 from ebbench.errors import InputFileError
 from tests.devices.test_device_geometry import config
 

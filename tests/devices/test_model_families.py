@@ -312,7 +312,7 @@ def test_kinds_without_tables_are_estimated_and_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weights_of_fewer_bits_take_less_time_to_read(tmp_path: Path, bits: int) -> None:
-    from ebbench.devices.linear import decode_shape
+    from ebbench.devices.costs import decode_shape
 
     small = write(tmp_path / "small", {**LLAMA, "quantization_config": {"quant_method": "awq", "bits": bits}})
     plain = load_device("h200", str(write(tmp_path / "plain", LLAMA))).cost.step_s(decode_shape(1, 128))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ebbench.devices.base import Parallel
-from ebbench.devices.linear import decode_shape, prefill_shape
+from ebbench.devices.costs import decode_shape, prefill_shape
 from ebbench.devices.loader import load_device
 from ebbench.devices.model_config import read_config
 from ebbench.devices.profiles import find_model

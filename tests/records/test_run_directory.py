@@ -20,6 +20,7 @@ from ebbench.analysis.metrics import METRICS
 from ebbench.analysis.rebuild import cut_off_runs
 from ebbench.engines.base import EngineResult
 from ebbench.errors import DataError, RunError, UsageError
+from ebbench.foreign.documents import visible
 from ebbench.records import files
 from ebbench.records.manifest import (
     LIMITS,
@@ -33,7 +34,6 @@ from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.run import Journal, Run, RunWriter, default_run_dir, find_runs, slug, unused
 from ebbench.records.warnings import RunWarning
 from ebbench.spec.server import EngineOptions
-from ebbench.untrusted import visible
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 from vllm_eb.policy import parse_policy
 

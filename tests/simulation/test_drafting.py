@@ -10,7 +10,7 @@ import pytest
 
 import ebbench.spec.server
 from ebbench.devices.base import Device, Parallel
-from ebbench.devices.linear import decode_shape
+from ebbench.devices.costs import decode_shape
 from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError

@@ -9,7 +9,7 @@ import pyarrow as pa
 from hypothesis import strategies as st
 
 from ebbench.devices.base import Device
-from ebbench.devices.linear import LinearCost
+from ebbench.devices.costs import LinearCost
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import ClosedPhase, Plan

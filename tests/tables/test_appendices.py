@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebbench.devices.linear import mixed_shape
+from ebbench.devices.costs import mixed_shape
 from ebbench.errors import UsageError
 from ebbench.papers.eb.fluid import BATCHES, fluid_errors
 from ebbench.papers.eb.lengths import TABLE12

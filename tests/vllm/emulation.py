@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from ebbench.devices.base import Device, StepShape
-from ebbench.devices.linear import cost_grid
+from ebbench.devices.costs import cost_grid
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import ClosedPhase, Plan
@@ -226,6 +226,14 @@ def _row(table: pa.Table, row: int) -> dict[str, Any]:
     if "preempted_ids" in values:
         values["preempted_ids"] = sorted(values["preempted_ids"])
     return values
+
+
+def with_priorities(plan: Plan, seed: int) -> Plan:
+    """The plan with a priority per session, drawn at random; some have none."""
+    rng = random.Random(seed)
+    values = {session: rng.choice([None, 0, 1, 5, -3]) for session in set(plan.table["session"].to_pylist())}
+    column = pa.array([values[session] for session in plan.table["session"].to_pylist()], pa.int32())
+    return replace(plan, table=plan.table.append_column("priority", column))
 
 
 def as_agents(plan: Plan, seed: int, *, hang_ups: bool = True) -> Plan:

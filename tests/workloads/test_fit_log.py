@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from ebbench.cli.main import app
 from ebbench.errors import UsageError
-from ebbench.records.content import block_tokens
+from ebbench.records.plan import block_tokens
 from ebbench.traffic.arrivals import dispersion, stretch_centres
 from ebbench.workloads import build_plan
 from ebbench.workloads.fitted import GROUP, Points, fit_points

@@ -12,8 +12,7 @@ from ebbench.installation import bundled_dir
 from ebbench.traffic.arrivals import substream
 from ebbench.traffic.lengths import LengthSpec, censored_moments, fit_censored, length_spec
 from ebbench.workloads import build_plan, load_workload
-from ebbench.workloads.sources import continuation, draw_rounds
-from ebbench.workloads.spec import Turns
+from ebbench.workloads.spec import Turns, continuation, draw_rounds
 
 MANY = 400_000
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
-from ebbench.records.content import block_tokens, token_ids
+from ebbench.records.plan import block_tokens, token_ids
 from ebbench.spec.server import EngineOptions
 from ebbench.traffic.spec import Replay
 from ebbench.workloads import build_plan

@@ -11,7 +11,7 @@ from ebbench.client.prefix_cache import repeated_share
 from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
-from ebbench.records.content import block_tokens, token_ids
+from ebbench.records.plan import block_tokens, token_ids
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels, relative
 from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
 from ebbench.papers.options import PaperOptions
-from ebbench.papers.table import Content, PaperTable, changes, figure, of_all, ours
+from ebbench.papers.table import PaperTable, Sections, changes, each, figure, of_all, ours
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
 
@@ -56,7 +57,6 @@ def pass_s(chunk_tokens: int) -> float:
     return PREFILL_S + PREFILL_TOKEN_S * chunk_tokens
 
 
-STAGGERED_PAPER = "Tian et al., Staggered Batch Scheduling, 2025"
 REQUESTS = 12_000
 NETWORK_MS = 0.5
 AS_PUBLISHED = "sbs:bypass=off,sizing=off,overdraw=on,aged_cycles=off,lookahead=0"
@@ -111,9 +111,10 @@ def prefill_cell(options: PaperOptions, setup: Setup, dispatch: str, share: floa
     )  # fmt: skip
 
 
-def prefill_cells(options: PaperOptions, setup: Setup) -> list[RunSpec]:
+def _cells_of_all_loads(*setups: Setup) -> Callable[[PaperOptions], list[RunSpec]]:
     """All loads under all policies."""
-    return [prefill_cell(options, setup, dispatch, share) for dispatch in DISPATCH for share in SHARES]
+    runs = list(product(setups, DISPATCH, SHARES))
+    return lambda options: [prefill_cell(options, *run) for run in runs]
 
 
 class FiguresOverLoad:
@@ -148,18 +149,6 @@ class FiguresOverLoad:
 
 # Waiting time, figure 6 and table 1 of the staggered paper: TTFT and capacity of a prefill pool.
 
-_SETUP_NOTE = (
-    "Ours: 3 prefill instances of 8 units (TP 4, DP 8, EP 32) with a barrier, 0.5 ms each way, Poisson arrivals, "
-    f"{REQUESTS:,} requests per run, scheduling not asynchronous, as the paper's gated batches. Answers have one "
-    "token, so the decode pool of 3P1D, which does not touch TTFT, has nothing to do. Passes take 94 ms + 71 us per "
-    "token of the fullest unit, deduced from table 1's throughputs. Values between two loads are interpolated."
-)
-_VARIANTS_NOTE = (
-    f"'{AS_PUBLISHED}' is Algorithms 1 and 2 to the letter. The others are ours: '{WITH_LOOKAHEAD}' sends the next "
-    "batch after 0.9 of the expected pass; 'sbs', the default, also serves idle instances at once when hardly anyone "
-    "comes or a batch is full, and weighs the length of every pass by what it would finish (sizing): short prompts "
-    "share short passes."
-)
 
 # Waiting: T/2 against T/(2N).
 
@@ -183,7 +172,7 @@ def _waiting_cells(options: PaperOptions) -> list[RunSpec]:
     return [_waiting_cell(options, n, dispatch) for n in INSTANCES for dispatch in _WAITING_DISPATCH.values()]
 
 
-def _waiting_document(options: PaperOptions, store: RunStore) -> Content:
+def _waiting_document(options: PaperOptions, store: RunStore) -> Sections:
     columns = labels("instances N")
     for name in _WAITING_DISPATCH:
         columns += compared(f"{name}, ms")
@@ -194,23 +183,13 @@ def _waiting_document(options: PaperOptions, store: RunStore) -> Content:
             ttft_ms = figure(store, _waiting_cell(options, n, dispatch), "mean_ttft_ms")
             row += comparison(1e3 * formula_s, None if ttft_ms is None else ttft_ms - 1e3 * PASS_S)
         rows.append(tuple(row))
-    notes = (
-        f"Published: {STAGGERED_PAPER}, section 3.2: T/2 immediately, T/(2N) staggered; formulas, not measurements.",
-        f"Ours: waiting before a pass of T = {1e3 * PASS_S:g} ms, Poisson arrivals, {ARRIVALS_A_TURN} in T/N on "
-        "average, so that all instances are busy all the time; immediate is round-robin, staggered is "
-        f"{_WAITING_DISPATCH['staggered']}.",
-    )
-    return [Section("", columns, tuple(rows))], notes
+    return [Section("", columns, tuple(rows))]
 
 
 # Figure 6: TTFT over the load.
 
 LOADS = (0.1, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _FIGURE6 = (SHORT_3K, LONG_16K)
-
-
-def _figure6_cells(options: PaperOptions) -> list[RunSpec]:
-    return [cell for setup in _FIGURE6 for cell in prefill_cells(options, setup)]
 
 
 def _base_peak(curves: dict[str, FiguresOverLoad], setup: Setup) -> float | None:
@@ -241,31 +220,14 @@ def _figure6_section(options: PaperOptions, store: RunStore, setup: Setup) -> Se
     return Section(f"{setup.title}; peak: mean TTFT of {setup.ttft_limit_s:.2f} s", columns, tuple(rows))
 
 
-def _figure6_document(options: PaperOptions, store: RunStore) -> Content:
-    sections = tuple(_figure6_section(options, store, setup) for setup in _FIGURE6)
-    notes = (
-        f"Published: {STAGGERED_PAPER}, figure 6: no numbers but the text's 'up to a 40 % reduction in TTFT at sub-80 "
-        "% load levels', an advantage at every load from 40 to 100 % of the baseline's peak, and the abstract's 30-40 "
-        "%.",
-        _SETUP_NOTE,
-        "100 % is the load at which the better immediate policy has the mean TTFT in the heading: table 1's 0.8 s at a "
-        "chunk of 3K, the same number of passes at 16K, where nothing is published.",
-        _VARIANTS_NOTE,
-        *_figure6_findings(sections),
-    )
-    return sections, notes
-
-
-def _figure6_findings(sections: tuple[Section, ...]) -> tuple[str, ...]:
+def _figure6_findings(_options: PaperOptions, _store: RunStore, sections: Sections) -> Iterator[str]:
     """One sentence for each staggered policy: where it is above and below the better immediate one."""
-    sentences = []
-    for section in sections:
+    for setup, section in zip(_FIGURE6, sections, strict=True):
         first = next(i for i, column in enumerate(section.columns) if column.group == "vs better immediate")
         for index, title in enumerate(TITLES.values()):
             changes = [(str(row[0]), value) for row in section.rows if isinstance(value := row[first + index], float)]
             if len(changes) == len(section.rows):
-                sentences.append(f"{section.title.partition(';')[0]}, {title}: {_against_immediate(changes)}")
-    return tuple(sentences)
+                yield f"{setup.title}, {title}: {_against_immediate(changes)}"
 
 
 def _against_immediate(changes: list[tuple[str, float]]) -> str:
@@ -285,10 +247,6 @@ _TABLE1 = (
 _ROWS1 = (
     ("off", IMMEDIATE[0]), ("off", IMMEDIATE[1]), ("on", AS_PUBLISHED), ("on", WITH_LOOKAHEAD), ("on", "sbs"),
 )  # fmt: skip
-
-
-def _table1_cells(options: PaperOptions) -> list[RunSpec]:
-    return [cell for setup, _ in _TABLE1 for cell in prefill_cells(options, setup)]
 
 
 def _table1_section(
@@ -315,39 +273,15 @@ def _table1_section(
     return Section(f"{setup.title}, mean TTFT {setup.ttft_limit_s:g} s", columns, tuple(rows))
 
 
-def _table1_document(options: PaperOptions, store: RunStore) -> Content:
-    sections = tuple(_table1_section(options, store, setup, published) for setup, published in _TABLE1)
-    notes = (
-        f"Published: {STAGGERED_PAPER}, table 1. Its QPS are taken as those of one prefill instance: with three, a "
-        "pass would last longer than the mean TTFT.",
-        _SETUP_NOTE,
-        "Chunk utilisation: prompt tokens over what the chunks of all units of an instance had room for, per pass; at "
-        "the highest load that keeps the mean TTFT. 'QPS vs off' of ours is against the better immediate policy.",
-        "Where ours differs: staggering fills all chunks, but there is little left to fill. At the published mean TTFT "
-        "of two to three passes immediate dispatch keeps a queue in front of every unit, which fills the chunks by "
-        "itself; what staggering brings is time to first token (figure 6). The paper's baseline leaves half of its "
-        "chunks empty at the same TTFT; why "
-        "its requests then wait so long it does not say. QPS with batching on agree at equal utilisation by "
-        "construction, since the time of a pass was deduced from those rows; those of the baseline do not: with "
-        "half-empty chunks the fullest unit still sets the pace, while its 57 and 70 QPS need passes that grow with "
-        "the tokens of all units together (0.10 s + 10 us per token fits all four rows).",
-        _VARIANTS_NOTE,
-    )
-    return sections, notes
-
-
 _READS = ("num_prompts",)
-WAITING = PaperTable(
-    "sbs-waiting", "waiting of T/2 against T/(2N)", "Waiting: T/2 against T/(2N)", _waiting_cells, _waiting_document,
-    _READS, whole=False,
-)  # fmt: skip
+WAITING = PaperTable("sbs-waiting", _waiting_cells, _READS, _waiting_document, whole=False, facts=globals())
 SBS_FIGURE6 = PaperTable(
-    "sbs-figure6", "TTFT over the load of a prefill pool", "Figure 6: time to first token over the load",
-    _figure6_cells, _figure6_document, _READS, whole=False,
+    "sbs-figure6", _cells_of_all_loads(*_FIGURE6), _READS, each(_figure6_section, lambda _options: product(_FIGURE6)),
+    findings=_figure6_findings, whole=False, facts=globals(),
 )  # fmt: skip
 SBS_TABLE1 = PaperTable(
-    "sbs-table1", "chunk utilisation and QPS at a fixed TTFT", "Table 1: chunk utilisation and capacity", _table1_cells,
-    _table1_document, _READS, whole=False, aliases=("table1", "1"),
+    "sbs-table1", _cells_of_all_loads(*(setup for setup, _ in _TABLE1)), _READS,
+    each(_table1_section, lambda _options: _TABLE1), whole=False, aliases=("table1", "1"), facts=globals(),
 )  # fmt: skip
 
 
@@ -363,12 +297,8 @@ _PARTS = (
 _ABLATION_FIGURES = (("mean_ttft_ms", "mean"), ("median_ttft_ms", "median"), ("p99_ttft_ms", "p99"))
 
 
-def _ablation_cell(options: PaperOptions, setup: Setup, dispatch: str) -> RunSpec:
-    return prefill_cell(options, setup, dispatch, SHARE)
-
-
 def _ablation_cells(options: PaperOptions) -> list[RunSpec]:
-    return [_ablation_cell(options, setup, dispatch) for setup in _SETUPS for dispatch in (*IMMEDIATE, *_PARTS)]
+    return [prefill_cell(options, setup, dispatch, SHARE) for setup in _SETUPS for dispatch in (*IMMEDIATE, *_PARTS)]
 
 
 def _ablation_section(options: PaperOptions, store: RunStore, setup: Setup) -> Section:
@@ -378,10 +308,10 @@ def _ablation_section(options: PaperOptions, store: RunStore, setup: Setup) -> S
         Column("mean TTFT", "change", "vs better immediate", True),
         Column("chunk utilisation, %", ours=True),
     )
-    base = of_all(min, (figure(store, _ablation_cell(options, setup, name), "mean_ttft_ms") for name in IMMEDIATE))
+    base = of_all(min, (figure(store, prefill_cell(options, setup, name, SHARE), "mean_ttft_ms") for name in IMMEDIATE))
     rows = []
     for dispatch in (*IMMEDIATE, *_PARTS):
-        cell = _ablation_cell(options, setup, dispatch)
+        cell = prefill_cell(options, setup, dispatch, SHARE)
         row: list[Value] = [dispatch, *(figure(store, cell, key, 1e-3) for key, _ in _ABLATION_FIGURES)]
         row += [relative(figure(store, cell, "mean_ttft_ms"), base)]
         row += [figure(store, cell, "front_chunk_utilisation", 100)]
@@ -389,19 +319,9 @@ def _ablation_section(options: PaperOptions, store: RunStore, setup: Setup) -> S
     return Section(setup.title, columns, tuple(rows))
 
 
-def _ablation_document(options: PaperOptions, store: RunStore) -> Content:
-    notes = (
-        f"Setup of `sbs-figure6`, one load: {SHARE:g} of what the pool computes with full chunks, about 80 % of the "
-        "peak of figure 6. Each line switches one part of 'sbs' off; the last is Algorithms 1 and 2 to the letter, the "
-        "one before it adds our lookahead to them.",
-    )
-    sections = tuple(_ablation_section(options, store, setup) for setup in _SETUPS)
-    return sections, notes
-
-
 ABLATION = PaperTable(
-    "sbs-ablation", "parts of staggered dispatch, one at a time", "Parts of staggered dispatch, one at a time",
-    _ablation_cells, _ablation_document, ("num_prompts",), whole=False,
+    "sbs-ablation", _ablation_cells, ("num_prompts",), each(_ablation_section, lambda _options: product(_SETUPS)),
+    whole=False, facts=globals(),
 )  # fmt: skip
 
 
@@ -412,29 +332,23 @@ POOL_LOADS = (0.05, 0.1, 0.15, 0.2, 0.4, 0.6, 0.8, 0.95)
 POOL_REQUESTS = 6000
 
 
-class _PrefillPool(NamedTuple):
-    title: str
-    topology: str
-
-
-_POOLS = tuple(
-    _PrefillPool(
-        f"{instances} x {units} unit{'s' if units > 1 else ''}", f"instances={instances},tp=4,dp={units},ep={4 * units}"
-    )
+_POOLS = {
+    f"{instances} x {units} unit{'s' if units > 1 else ''}": f"instances={instances},tp=4,dp={units},ep={4 * units}"
     for instances in (1, 2, 6)
     for units in (1, 8)
-)
+}
+"""Topologies by title."""
 
 
-def _pool_cell(options: PaperOptions, setup: Setup, pool: _PrefillPool, dispatch: str, load: float) -> RunSpec:
+def _pool_cell(options: PaperOptions, setup: Setup, topology: str, dispatch: str, load: float) -> RunSpec:
     smaller = options if options.num_prompts else replace(options, num_prompts=POOL_REQUESTS)
-    return prefill_cell(smaller, setup, dispatch, load, pool.topology)
+    return prefill_cell(smaller, setup, dispatch, load, topology)
 
 
 def _pool_cells(options: PaperOptions) -> list[RunSpec]:
     return [
-        _pool_cell(options, setup, pool, dispatch, load)
-        for setup in _SETUPS for pool in _POOLS for load in POOL_LOADS for dispatch in (*IMMEDIATE, "sbs")
+        _pool_cell(options, setup, topology, dispatch, load)
+        for setup in _SETUPS for topology in _POOLS.values() for load in POOL_LOADS for dispatch in (*IMMEDIATE, "sbs")
     ]  # fmt: skip
 
 
@@ -445,10 +359,10 @@ def _pool_section(options: PaperOptions, store: RunStore, setup: Setup) -> Secti
         *ours("better immediate", "sbs", group="TTFT p99, s"), Column("diff", "change", "TTFT p99, s", True),
     )  # fmt: skip
     rows = []
-    for pool, load in product(_POOLS, POOL_LOADS):
-        title = pool.title if load == POOL_LOADS[0] else ""
-        row: list[Value] = [title, f"{100 * load:.0f} %", load * capacity_rps(setup, pool.topology)]
-        *immediate, staggered = (_pool_cell(options, setup, pool, name, load) for name in (*IMMEDIATE, "sbs"))
+    for (pool, topology), load in product(_POOLS.items(), POOL_LOADS):
+        title = pool if load == POOL_LOADS[0] else ""
+        row: list[Value] = [title, f"{100 * load:.0f} %", load * capacity_rps(setup, topology)]
+        *immediate, staggered = (_pool_cell(options, setup, topology, name, load) for name in (*IMMEDIATE, "sbs"))
         for key in ("mean_ttft_ms", "p99_ttft_ms"):
             base = of_all(min, (figure(store, cell, key, 1e-3) for cell in immediate))
             sbs = figure(store, staggered, key, 1e-3)
@@ -457,35 +371,87 @@ def _pool_section(options: PaperOptions, store: RunStore, setup: Setup) -> Secti
     return Section(setup.title, columns, tuple(rows))
 
 
-def _pool_findings(sections: tuple[Section, ...]) -> list[str]:
-    findings = []
+def _pool_findings(_options: PaperOptions, _store: RunStore, sections: Sections) -> Iterator[str]:
     for section in sections:
-        changes = [(row[5], f"{_pool_title(section, i)}, {row[1]}") for i, row in enumerate(section.rows)]
+        pools = zip(product(_POOLS, POOL_LOADS), section.rows, strict=True)
+        changes = [(row[5], f"{pool}, {row[1]}") for (pool, _), row in pools]
         known = [(float(change), where) for change, where in changes if isinstance(change, (int, float))]
-        if len(known) < len(changes):
-            continue
-        worst, best = max(known), min(known)
-        span = " to ".join(f"{100 * change:+.1f} % ({where})" for change, where in (best, worst))
-        findings.append(f"{section.title}: mean TTFT {span}.")
-    return findings
-
-
-def _pool_title(section: Section, index: int) -> str:
-    return next(str(row[0]) for row in reversed(section.rows[: index + 1]) if row[0])
-
-
-def _pool_document(options: PaperOptions, store: RunStore) -> Content:
-    sections = tuple(_pool_section(options, store, setup) for setup in _SETUPS)
-    notes = (
-        "Setup of `sbs-figure6` with pools of other sizes; loads are shares of what the pool computes with full "
-        "chunks. The better immediate policy is chosen for each figure and load. One instance alone and few requests: "
-        "`sbs` dispatches at once, which makes it least-outstanding.",
-        *_pool_findings(sections),
-    )
-    return sections, notes
+        if len(known) == len(changes):
+            span = " to ".join(f"{100 * change:+.1f} % ({where})" for change, where in (min(known), max(known)))
+            yield f"{section.title}: mean TTFT {span}."
 
 
 POOLS = PaperTable(
-    "sbs-pools", "staggered against immediate dispatch, pools of all sizes", "Staggered dispatch in pools of all sizes",
-    _pool_cells, _pool_document, ("num_prompts",), whole=False,
+    "sbs-pools", _pool_cells, ("num_prompts",), each(_pool_section, lambda _options: product(_SETUPS)),
+    findings=_pool_findings, whole=False,
+)  # fmt: skip
+
+
+# Decode units of Tian et al. (2025): the spread of KV over them, and the gain from balancing it (figures 7 and 8).
+
+# Figures 7 and 8 of the staggered paper: spread of KV over decode units, and the gain from balancing it.
+
+BATCH = 35  # sequences per decode unit, published
+CHUNK = 16384
+_WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "geometric": ("balanced", {"input_len": 1000, "output_len": 1500, "length_distribution": "geometric"}),
+    "heavy-tailed": ("reference:workloads/heavy-tailed-chat.toml", {}),
+}
+_DISPATCH = {
+    "round-robin": "immediate",
+    "power-of-two": "immediate",
+    "least-outstanding": "immediate",
+    "iqr": "Algorithm 3",
+    "iqr:window=off": "Algorithm 3, each request as it arrives (ours)",
+}
+_BASE = "round-robin"
+_PUBLISHED = {"round-robin": (40_000.0, 130_000.0, 150_000.0), "iqr": (60_000.0, 100_000.0, None)}
+_GAIN = {"iqr": 0.15}
+"""Published gain in decode throughput, the whole of figure 8."""
+
+
+def _cell(options: PaperOptions, lengths: str, dispatch: str) -> RunSpec:
+    workload, plan = _WORKLOADS[lengths]
+    decode = TOPOLOGIES["3p1d-deepseek"].decode
+    assert decode is not None
+    return simulated(
+        workload, "v1", UNIT, MODEL, 256, CHUNK, topology=deployed("3p1d-deepseek", network_ms=0.5), dispatch="sbs",
+        decode_dispatch=dispatch, async_scheduling=False, num_prompts=options.num_prompts or 6000,
+        max_concurrency=BATCH * decode.units, max_model_len=50_000, **plan,
+    )  # fmt: skip
+
+
+def _cells(options: PaperOptions) -> list[RunSpec]:
+    return [_cell(options, lengths, dispatch) for lengths in _WORKLOADS for dispatch in _DISPATCH]
+
+
+def _section(options: PaperOptions, store: RunStore, lengths: str) -> Section:
+    columns = (
+        *labels("decode dispatch", "kind"),
+        *(Column(name, group="published, KV tokens") for name in ("-1 sigma", "+1 sigma", "peak")),
+        *ours("-1 sigma", "+1 sigma", "peak", "sigma", group="ours, KV tokens"),
+        Column("ours", "change", "sigma vs round-robin", True),
+        Column("ours", group="decode tokens/s", ours=True),
+        *changes("tokens/s vs round-robin"),
+        Column("ours", group="TPOT ms", ours=True),
+        Column("ours", group="sequences a unit", ours=True),
+    )
+    base = _cell(options, lengths, _BASE)
+    base_sigma, base_rate = (figure(store, base, key) for key in ("decode_kv_std_tokens", "decode_decode_rate"))
+    rows = []
+    for dispatch, kind in _DISPATCH.items():
+        cell = _cell(options, lengths, dispatch)
+        keys = ("kv_mean_tokens", "kv_std_tokens", "kv_peak_tokens", "decode_rate")
+        mean, sigma, peak, rate = (figure(store, cell, f"decode_{key}") for key in keys)
+        band = (None, None) if mean is None or sigma is None else (mean - sigma, mean + sigma)
+        row: list[Value] = [dispatch, kind, *_PUBLISHED.get(dispatch, (None, None, None)), *band, peak, sigma]
+        row += [relative(sigma, base_sigma), rate, _GAIN.get(dispatch), relative(rate, base_rate)]
+        row += [figure(store, cell, "mean_tpot_ms"), figure(store, cell, "decode_decode_batch")]
+        rows.append(tuple(row))
+    return Section(f"{lengths} lengths", columns, tuple(rows))
+
+
+SBS_FIGURE7 = PaperTable(
+    "sbs-figure7", _cells, ("num_prompts",), each(_section, lambda _options: product(_WORKLOADS)), whole=False,
+    aliases=("sbs-figure8",),
 )  # fmt: skip
