@@ -48,7 +48,7 @@ from ebbench.simulation.kv import (
     StreamKv,
     streams_take_turns,
 )
-from ebbench.simulation.loop import EventLoop
+from ebbench.simulation.loop import EventLoop, Stage, prefix_reader
 from ebbench.simulation.releases import (
     Beginning,
     at_beginning,
@@ -59,7 +59,6 @@ from ebbench.simulation.releases import (
     without_warmup,
 )
 from ebbench.simulation.scheduler import Scheduler, cut_at_hang_ups, with_hang_ups, with_prefill_ends
-from ebbench.simulation.stage import Stage, prefix_reader
 from ebbench.simulation.state import UNSET, RequestState, requests_table, table_of_records, with_failures
 from ebbench.simulation.step import FigureLog, SchedulerLimits, StepLog
 from ebbench.spec.server import EngineOptions
