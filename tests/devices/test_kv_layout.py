@@ -11,12 +11,12 @@ import pytest
 
 from ebbench.devices.base import SINGLE, Device, Parallel
 from ebbench.devices.capacity import layout_with
-from ebbench.devices.geometry import KvGroup, KvLayout, ModelGeometry, attention, kv_layout
-from ebbench.devices.loader import load_device
+from ebbench.devices.geometry import KvGroup, KvLayout, Mixer, ModelGeometry, attention, kv_layout
+from ebbench.devices.loader import check_drafts, load_device
 from ebbench.devices.profiles import find_model
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
-from ebbench.spec.server import EngineOptions
+from ebbench.spec.server import EngineOptions, parse_speculative
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 
@@ -215,3 +215,22 @@ def test_states_do_not_take_memory_for_sequences_that_are_not_there(tmp_path: Pa
     assert device.geometry is not None
     assert device.geometry.state_bytes * 1024 > 140e9
     assert device.kv_capacity_tokens > 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("mixer", "said"),
+    [
+        (Mixer("window", 3, cached=64, window=128), "keep a window of tokens"),
+        (Mixer("state", 3, state_bytes=4096), "keep a state without a convolution"),
+        (Mixer("state", 3, state_bytes=4096, draft_bytes=64), ""),
+    ],
+)
+def test_drafts_are_refused_where_vllm_rules_are_not_simulated(mixer: Mixer, said: str) -> None:
+    model = ModelGeometry("m", "m", 4, 64, 4, 2, 16, 256, 1000, own_mixers=(mixer, attention("full", 1, 64, 4, 2, 16)))
+    drafts = parse_speculative("method=ngram,acceptance=0.5")
+    if not said:
+        check_drafts(drafts, model)
+        return
+    with pytest.raises(UsageError, match=said) as refused:
+        check_drafts(drafts, model)
+    assert "\n" not in str(refused.value)

@@ -18,7 +18,7 @@ from ebbench.engines.emulated import EmulatedEngine
 from ebbench.records.plan import Plan
 from ebbench.spec.server import EngineOptions
 from tests.vllm.drawn_policies import draw_policy
-from tests.vllm.emulation import DEVICE, differences, drafting_device, random_case, run_sim
+from tests.vllm.emulation import DEVICE, differences, drafting_device, random_case, run_sim, with_priorities
 from tests.vllm.test_drafts_equal import RIVALS, max_tokens, random_drafts
 from vllm_eb.policy import least_seqs, parse_policy
 
@@ -49,6 +49,8 @@ def random_states(seed: int, *, drafts: bool, caching: bool) -> tuple[Plan, str,
     blocks = longest * options.max_num_seqs if caching else longest + (1 + tables) * rng.choice([0, 1, 3, 10, 50])
     options = replace(options, enable_prefix_caching=caching, block_size=16, num_kv_blocks=blocks)
     plan = replace(plan, table=pa.Table.from_pylist(rows, schema=plan.table.schema))
+    if seed % 5 == 0:
+        plan, options = with_priorities(plan, seed), replace(options, scheduling_policy="priority")
     return plan, policy, options, replace(DEVICE, kv_layout=layout)
 
 
@@ -78,7 +80,7 @@ def test_states_are_preempted_where_engines_are_compared() -> None:
 
 
 @pytest.mark.parametrize("kind", RIVALS)
-@pytest.mark.parametrize("seed", range(740, 743))
+@pytest.mark.parametrize("seed", range(741, 744))
 def test_equal_with_states_under_the_rivals(kind: str, seed: int) -> None:
     plan, _, options, device = random_states(seed, drafts=True, caching=bool(seed % 2))
     policy = draw_policy(kind, seed, options.running_limit, options.max_num_batched_tokens)
