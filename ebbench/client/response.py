@@ -514,7 +514,8 @@ def _failure(streamed: StreamedResponse, count: int | None, planned_tokens: int,
     if streamed.estimated:
         return None, ""
     if count < planned_tokens and exact:
-        return "short_output", f"{count} tokens where {planned_tokens} were asked for with EOS ignored"
+        ended = f"with EOS ignored, finish reason '{streamed.finish_reason}'"
+        return "short_output", f"{count} tokens where {planned_tokens} were asked for {ended}"
     if count > planned_tokens:
         return "long_output", f"{count} tokens where at most {planned_tokens} were asked for"
     return None, ""

@@ -302,11 +302,16 @@ def check_drafts(drafts: Speculative, model: ModelGeometry) -> None:
             "config.json); use method=eagle3 or method=ngram"
         )
     kept_whole = {"chunk"} if drafts.method != "ngram" else set()
-    if model.state_bytes or any(mixer.kind not in kept_whole for mixer in model.windows):
-        raise UsageError(
-            f"{OPTION}: layers of {model.name} keep a window of tokens or a state, whose KV blocks are not simulated "
-            "with drafts; leave it out, or choose a model whose layers keep every token"
-        )
+    if any(mixer.kind not in kept_whole for mixer in model.windows):
+        kept = "a window of tokens"
+    elif any(mixer.state_bytes and not mixer.draft_bytes for mixer in model.mixers):
+        kept = "a state without a convolution"
+    else:
+        return
+    raise UsageError(
+        f"{OPTION}: layers of {model.name} keep {kept}, whose KV blocks are not simulated with drafts; leave it out, "
+        "or choose a model whose layers keep every token or a state as Qwen3-Next's"
+    )
 
 
 def _drafting(built: Built, drafts: Speculative, model: ModelGeometry) -> Built:
@@ -314,9 +319,11 @@ def _drafting(built: Built, drafts: Speculative, model: ModelGeometry) -> Built:
     rules, cost = drafts.rules, built.cost
     if rules.layers and isinstance(cost, TableCost | RooflineCost):
         layers = rules.layers
-        cost = replace(cost, drafter=Drafter(drafts.tokens, layers, layers / model.layers, rules.head_share))
+        kind = [mixer for mixer in model.mixers if mixer.kind != "index"].index(model.main)
+        cost = replace(cost, drafter=Drafter(drafts.tokens, layers, layers / model.layers, rules.head_share, kind))
     layers = rules.layers if cost is not built.cost else 0
-    note = warning("drafts-modelled", tokens=drafts.tokens, model=model.name, layers=layers)
+    states = {"states": True} if model.state_bytes else {}
+    note = warning("drafts-modelled", tokens=drafts.tokens, model=model.name, layers=layers, **states)
     return Built(cost, built.provenance, (*built.warnings, note))
 
 

@@ -25,10 +25,9 @@ IDLE_LIMIT_S = 1.5
 uvicorn, and with it vLLM and SGLang, closes a connection that was idle for 5 s, gunicorn one for 2 s. The price is a
 new connection: a round trip, with TLS two.
 """
-_CLOSED_SOON_NS, _BEHIND_NS = 5_000_000, 100_000_000
-"""Time to wait for the end of a connection, and the longest time after an answer in which its end belongs to it.
-
-A server that does not keep connections closes them right behind the answer.
+_CLOSED_SOON_NS = 5_000_000
+_BEHIND_NS = 100_000_000
+"""A server that does not keep connections closes them right behind the answer, on a busy machine so much later.
 
 llama.cpp does after a streamed answer, although its headers say keep-alive; a request sent meanwhile gets no response.
 """

@@ -513,11 +513,12 @@ def _turns_by_delay(column: str, lengths_add: bool) -> str:
     )
 
 
-def _drafts_modelled(tokens: int, model: str, layers: int) -> str:
+def _drafts_modelled(tokens: int, model: str, layers: int, states: bool = False) -> str:
     own = f"each of {tokens} drafting passes as {layers} of its layers and its head"
+    read = "keys read once per sequence" + (", its states read once and written after each token" if states else "")
     return (
         f"steps with drafts are modelled, not measured: {1 + tokens} tokens per decode through the weights of {model}, "
-        f"its keys read once per sequence, {own if layers else 'drafting as free'}"
+        f"its {read}, {own if layers else 'drafting as free'}"
     )
 
 
