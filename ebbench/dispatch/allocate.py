@@ -50,18 +50,16 @@ Hit = Callable[[DispatchRequest, int], int]
 """Number of prompt tokens of a request that a unit has in its prefix cache."""
 
 
-def no_hit(_ask: DispatchRequest, _unit: int) -> int:
-    """Basic mode of Algorithm 2: no prefix is cached anywhere."""
-    return 0
-
-
 class ChunkPacking:
-    """The capacity vector C_avail of Algorithm 2 while requests are placed one by one."""
+    """The capacity vector C_avail of Algorithm 2 while requests are placed one by one.
 
-    def __init__(self, available: Mapping[int, int], hit: Hit = no_hit, whole_chunk: int | None = None) -> None:
+    Without ``hit`` in its basic mode: no prefix is cached anywhere.
+    """
+
+    def __init__(self, available: Mapping[int, int], hit: Hit | None = None, whole_chunk: int | None = None) -> None:
         self._capacity = dict(sorted(available.items()))
         self._whole_chunk = whole_chunk
-        self._hit = None if hit is no_hit else hit
+        self._hit = hit
 
     @property
     def full(self) -> bool:

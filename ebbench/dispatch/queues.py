@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heapreplace
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from ebbench.dispatch.base import DispatchRequest
@@ -298,14 +299,10 @@ def _close_gaps(
         gap = length - load_of[unit]
         if gap <= 0 or old.urgent or not spare:
             continue
-        index = bisect_right(spare, old.tokens + gap, key=_tokens) - 1
+        index = bisect_right(spare, old.tokens + gap, key=attrgetter("tokens")) - 1
         if index < 0 or spare[index].tokens <= old.tokens or spare[index].worth < old.worth:
             continue
         new = spare.pop(index)
         insort(spare, old)
         placed[place] = (new, unit)
         load_of[unit] += new.tokens - old.tokens
-
-
-def _tokens(candidate: WaitingRequest) -> int:
-    return candidate.tokens

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
-from ebbench.dispatch.allocate import AdaptiveInterval, ChunkPacking, no_hit
+from ebbench.dispatch.allocate import AdaptiveInterval, ChunkPacking
 from ebbench.dispatch.base import Dispatcher, DispatchRequest, EndForward, Fleet, Order, UnitState
 from ebbench.dispatch.immediate import LeastOutstanding, PrefixAffine
 from ebbench.dispatch.queues import CANDIDATES_A_UNIT, CycleQueue, PassModel, QueuedRequest, candidates, choose_pass
@@ -60,19 +60,19 @@ class PassTimeModel:
 
     def duration_ns(self, tokens: int) -> float | None:
         """Duration (ns) of a pass with ``tokens`` on its fullest unit; None before the first measurement."""
-        count = len(self._passes)
-        if count < LEAST_PASSES:
+        if len(self._passes) < LEAST_PASSES:
             return None
-        mean_tokens = sum(known for known, _ in self._passes) / count
-        mean_ns = sum(duration_ns for _, duration_ns in self._passes) / count
+        mean_tokens, mean_ns = self._means()
         return mean_ns * (self.overhead_tokens + tokens) / (self.overhead_tokens + mean_tokens)
 
+    def _means(self) -> tuple[float, float]:
+        tokens, durations_ns = zip(*self._passes, strict=True)
+        return sum(tokens) / len(tokens), sum(durations_ns) / len(durations_ns)
+
     def _fit(self) -> float:
-        count = len(self._passes)
-        if count < LEAST_PASSES:
+        if len(self._passes) < LEAST_PASSES:
             return FIRST_GUESS * self._chunk
-        mean_tokens = sum(tokens for tokens, _ in self._passes) / count
-        mean_ns = sum(duration_ns for _, duration_ns in self._passes) / count
+        mean_tokens, mean_ns = self._means()
         spread = sum((tokens - mean_tokens) ** 2 for tokens, _ in self._passes)
         shared = sum((tokens - mean_tokens) * (duration_ns - mean_ns) for tokens, duration_ns in self._passes)
         if shared <= 0 or spread <= 0:  # all passes equally long, or longer batches did not take longer
@@ -143,7 +143,7 @@ class BatchBuilder:
     def _pack(self, available: dict[int, int]) -> list[Order]:
         """Algorithm 2."""
         memory = self._fleet.memory
-        hit = memory.hit_tokens if self._settings.cache_aware and memory is not None else no_hit
+        hit = memory.hit_tokens if self._settings.cache_aware and memory is not None else None
         packing = ChunkPacking(available, hit, None if self._overdraw() else self._settings.chunk_tokens)
         orders: list[Order] = []
         passed_over: list[QueuedRequest] = []
