@@ -22,7 +22,6 @@ from ebbench.sizing.deployments import (
     Candidate,
     Level,
     PlanTask,
-    Stress,
     caveats,
 )
 from ebbench.spec.server import OFF

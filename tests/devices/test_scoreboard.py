@@ -11,13 +11,12 @@ from statistics import median
 import pytest
 
 from ebbench.papers.eb.disaggregation import FOUR
-from ebbench.papers.fidelity import scoreboard
 from ebbench.papers.fidelity.case import Case
 from ebbench.papers.fidelity.cases import table6
 from ebbench.papers.fidelity.cases_servers import FAILED_NOTE, server_cases, silicon, table20
 from ebbench.papers.fidelity.report import BOARD, front
 from ebbench.papers.fidelity.runs import replay_cells, run_cases
-from ebbench.papers.fidelity.scores import PublishedFigure
+from ebbench.papers.fidelity.scores import PublishedFigure, load_board, losses, save_board, scoreboard
 
 COMMITTED = Path(__file__).parents[2] / "reports" / "fidelity" / BOARD
 
@@ -31,7 +30,7 @@ def made(ours: float, fitted: bool = False, metric: str = "tpot_mean_ms", schedu
 
 
 def test_a_row_has_median_and_90th_percentile_of_what_was_not_fitted() -> None:
-    (row,) = scoreboard.scoreboard([made(90.0), made(102.0), made(104.0), made(200.0, fitted=True)])
+    (row,) = scoreboard([made(90.0), made(102.0), made(104.0), made(200.0, fitted=True)])
     assert row.errors["TPOT"] == pytest.approx((0.04, 0.088))
     assert (row.count, row.fitted, row.direction) == (3, 1, None)
 
@@ -42,7 +41,7 @@ def test_direction_is_right_where_the_same_scheduler_wins() -> None:
         PublishedFigure(**{**vars(cells[0]), "published": 100.0}),
         PublishedFigure(**{**vars(cells[1]), "published": 120.0}),
     ]
-    assert scoreboard.scoreboard(published)[0].direction == 0.0
+    assert scoreboard(published)[0].direction == 0.0
 
 
 def test_the_fastest_of_several_topologies_is_the_winner() -> None:
@@ -51,8 +50,8 @@ def test_the_fastest_of_several_topologies_is_the_winner() -> None:
         PublishedFigure("table 20", "gpu", "model", "case", name, "tokens_per_s", published, ours)
         for name, published, ours in settings
     ]
-    assert scoreboard.scoreboard(cells)[0].direction == 0.0
-    assert scoreboard.scoreboard(cells[1:])[0].direction == 1.0
+    assert scoreboard(cells)[0].direction == 0.0
+    assert scoreboard(cells[1:])[0].direction == 1.0
 
 
 def test_a_fitted_setting_can_be_the_fastest_of_its_case() -> None:
@@ -61,7 +60,7 @@ def test_a_fitted_setting_can_be_the_fastest_of_its_case() -> None:
         PublishedFigure("table 20", "gpu", "model", "case", name, "tokens_per_s", published, ours, fitted=fitted)
         for name, published, ours, fitted in settings
     ]
-    assert scoreboard.scoreboard(cells)[0].direction == 0.0
+    assert scoreboard(cells)[0].direction == 0.0
 
 
 @pytest.mark.parametrize(
@@ -81,7 +80,7 @@ def test_a_winner_is_one_that_print_tells_apart(
         PublishedFigure("t", "gpu", "m", "case", name, "tokens_per_s", one, other)
         for name, one, other in zip(("a", "b", "c"), published, ours, strict=True)
     ]
-    assert scoreboard.scoreboard([replace(cell, scored=not cell.failed) for cell in cells])[0].direction == right
+    assert scoreboard([replace(cell, scored=not cell.failed) for cell in cells])[0].direction == right
 
 
 def test_a_setting_that_ran_out_of_memory_in_print_is_repeated() -> None:
@@ -91,13 +90,11 @@ def test_a_setting_that_ran_out_of_memory_in_print_is_repeated() -> None:
 
 
 def test_losses_list_only_the_cells_whose_error_grew(tmp_path: Path) -> None:
-    scoreboard.save(scoreboard.scoreboard([made(102.0)]), tmp_path / BOARD)
-    before = scoreboard.load(tmp_path / BOARD)
-    assert scoreboard.losses(scoreboard.scoreboard([made(105.0)]), before) == [
-        "table 3 on gpu: median error of TPOT 5.0%, was 2.0%"
-    ]
-    assert not scoreboard.losses(scoreboard.scoreboard([made(101.0)]), before)
-    assert "5.0% (was 2.0%)" in str(front(scoreboard.scoreboard([made(105.0)]), before).rows)
+    save_board(scoreboard([made(102.0)]), tmp_path / BOARD)
+    before = load_board(tmp_path / BOARD)
+    assert losses(scoreboard([made(105.0)]), before) == ["table 3 on gpu: median error of TPOT 5.0%, was 2.0%"]
+    assert not losses(scoreboard([made(101.0)]), before)
+    assert "5.0% (was 2.0%)" in str(front(scoreboard([made(105.0)]), before).rows)
 
 
 def test_every_server_case_can_be_loaded_and_has_its_reference_data() -> None:
@@ -138,5 +135,5 @@ def test_prompts_of_128k_tokens_stay_as_near_as_they_are() -> None:
 
 
 def test_the_replayed_run_is_no_worse_than_committed() -> None:
-    rows = scoreboard.scoreboard(replay_cells())
-    assert not scoreboard.losses(rows, scoreboard.load(COMMITTED))
+    rows = scoreboard(replay_cells())
+    assert not losses(rows, load_board(COMMITTED))

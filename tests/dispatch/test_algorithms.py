@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbench.dispatch import DispatchRequest
-from ebbench.dispatch.allocate import (
+from ebbench.dispatch.algorithms import (
     AdaptiveInterval,
     ChunkPacking,
     DecodeLoad,

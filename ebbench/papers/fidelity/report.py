@@ -15,21 +15,23 @@ import pyarrow.parquet as pq
 from ebbench.analysis.documents import Column, Section, Value, labels
 from ebbench.devices.profiles import find_profile, list_devices
 from ebbench.errors import InputFileError
-from ebbench.papers.fidelity import scoreboard
 from ebbench.papers.fidelity.cases import WITHOUT, all_cases, without_api_server
 from ebbench.papers.fidelity.cases_capacity import capacity_cells
 from ebbench.papers.fidelity.cases_iog import iog_cells
 from ebbench.papers.fidelity.cases_kv import kv_cells
 from ebbench.papers.fidelity.pages import PAGES, Page, is_variant, pictures, source_page
 from ebbench.papers.fidelity.runs import as_answered, calibration_cells, cells_of, replay_cells, runs_of_cases
-from ebbench.papers.fidelity.scoreboard import FIGURES, Row
 from ebbench.papers.fidelity.scores import (
+    FIGURES,
     Decisions,
     PublishedFigure,
+    Row,
     Score,
     comparisons,
     decisions,
     replay_scores,
+    save_board,
+    scoreboard,
     scores,
 )
 from ebbench.papers.table import one_line
@@ -222,7 +224,7 @@ faster in print, by whatever margin. Sources: those of the targets, figure 4, ta
 
 
 def write_report(
-    cells: Sequence[PublishedFigure], out: Path, repeats: int = 1, before: Mapping[str, scoreboard.Row] | None = None
+    cells: Sequence[PublishedFigure], out: Path, repeats: int = 1, before: Mapping[str, Row] | None = None
 ) -> list[Path]:
     """Write the front page, a page per source, scoreboard.json, cells.parquet and pictures. Returns the files written.
 
@@ -234,8 +236,8 @@ def write_report(
     parquet = out / CELLS
     pq.write_table(_table(cells), parquet)
     drawn = pictures(cells, out)
-    rows = scoreboard.scoreboard(cells)
-    scoreboard.save(rows, out / BOARD)
+    rows = scoreboard(cells)
+    save_board(rows, out / BOARD)
     front = out / FRONT_PAGE
     _write(front, _front_page(cells, rows, drawn, repeats, before or {}))
     written = [front, parquet, *drawn]
@@ -293,10 +295,10 @@ def _table(cells: Iterable[PublishedFigure]) -> pa.Table:
 
 def _front_page(
     cells: Sequence[PublishedFigure],
-    rows: Sequence[scoreboard.Row],
+    rows: Sequence[Row],
     drawn: Iterable[Path],
     repeats: int,
-    before: Mapping[str, scoreboard.Row],
+    before: Mapping[str, Row],
 ) -> Iterator[str]:
     ours = f"means over {repeats} seeds" if repeats > 1 else "single runs"
     scatter = "a run of the distribution shift scatters by 1 to 2 %"
@@ -324,8 +326,8 @@ def _front_page(
 def _page(
     page: Page,
     cells: Sequence[PublishedFigure],
-    rows: Sequence[scoreboard.Row],
-    before: Mapping[str, scoreboard.Row],
+    rows: Sequence[Row],
+    before: Mapping[str, Row],
     out: Path,
 ) -> Iterator[str]:
     yield f"# {page.title}\n"
