@@ -18,14 +18,13 @@ from ebbench.errors import UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml, read_toml
 from ebbench.spec.commands import DEFAULTS, SET_BY_SEARCH, PlanCommand, RunCommand, SearchCommand
 from ebbench.spec.run import RunSpec, known_settings, make_spec, named_as_keys, settings_of
-from ebbench.spec.server import VIRTUAL_TIME, is_server, version_defaults
+from ebbench.spec.server import ONLY_SIMULATED, VIRTUAL_TIME, is_server, version_defaults
 
 # Settings of a run by name, as sweep files give them and tables of results store them.
 
-_SIMULATORS = ("api_server", "api_server_count", "front_end_ms", "vllm_version")
-_ANYWHERE = ("warmup", "max_model_len", *_SIMULATORS)
+_ANYWHERE = ("warmup", "max_model_len", *ONLY_SIMULATED)
 """Settings of the server that the load generator uses too, or that are refused with a reason of their own."""
-_STATED = ("max_num_seqs", "max_num_batched_tokens", *_SIMULATORS)
+_STATED = ("max_num_seqs", "max_num_batched_tokens", *ONLY_SIMULATED)
 """Settings that the command line accepts for a running server, with a note that they change nothing; a file refuses
 them."""
 

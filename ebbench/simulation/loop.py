@@ -15,8 +15,8 @@ import numpy as np
 
 from ebbench.records.plan import Plan
 from ebbench.records.warnings import RunWarning, warning
-from ebbench.simulation.api_server import ApiServers, QueueLimits
 from ebbench.simulation.engine import OnPass
+from ebbench.simulation.front_end import FrontEnd, QueueLimits
 from ebbench.simulation.releases import Releases
 from ebbench.simulation.scheduler import HangUps
 from ebbench.simulation.stage import Stage
@@ -97,7 +97,7 @@ class DecodePool:
         self._loop, self._handover = loop, handover
         self._unplaced: set[int] = set()  # computed, without a unit yet
         self._placed: list[int] = []  # with a unit since the last poll, in the order of the dispatcher
-        self._entry_ns: dict[int, int] = {}  # when the decode unit's API server is done with a request
+        self._entry_ns: dict[int, int] = {}  # when the decode unit's front end is done with a request
         handover.start = self._started
 
     def hand_over(self, rows: list[int]) -> None:
@@ -127,8 +127,7 @@ class DecodePool:
         placed, self._placed = self._placed, []
         for row in placed:
             target = self.unit_of[row]
-            if (servers := loop.back.api_servers_of(target)) is not None:
-                self._entry_ns[row] = servers.enter(row, loop.now_ns)
+            self._entry_ns[row] = loop.back.enter(row, target, loop.now_ns)
             self._start_all(self._handover.send(row, int(loop.unit_of[row]), target, loop.now_ns))
 
     def _start_all(self, transfers: list[Transfer]) -> None:
@@ -223,7 +222,7 @@ class EventLoop:
         queue_limits: QueueLimits | None = None,
     ) -> None:
         """``warmup``: number of requests before the plan; ``begin`` is called when they have ended, before the plan
-        starts. ``queue_limits`` of the only API server."""
+        starts. ``queue_limits`` of the only front end."""
         self.front, self.back, self.handover = front, back, handover
         self.stages = [front] if back is None else [front, back]
         self.last = self.stages[-1]
@@ -380,14 +379,9 @@ class EventLoop:
         self._deliver(FRONT, unit, (row,))
 
     def _deliver(self, index: int, unit: int, rows: Sequence[int]) -> None:
-        """Deliver requests to the API server of their unit; without one, to the unit itself."""
-        stage = self.stages[index]
-        if not stage.api_servers:
-            self._enter(index, unit, rows)
-            return
-        servers = stage.api_servers[stage.engine_of_unit[unit]]
+        """Deliver requests to the front end of their unit's engine."""
         for row in rows:
-            self.enter_at(servers.enter(row, self.now_ns), index, unit, row)
+            self.enter_at(self.stages[index].enter(row, unit, self.now_ns), index, unit, row)
 
     def enter_at(self, time_ns: int, index: int, unit: int, row: int) -> None:
         """Deliver a request to its unit at that time, or now if it has passed."""
@@ -494,19 +488,16 @@ class EventLoop:
                 break
             if index == BACK and self._decode_pool is not None:
                 self._decode_pool.decoded(ended)
-            if stage.api_servers:
-                self._depart(stage.api_servers[place], index, ended)
-            else:
-                self._departure((index, ended))
+            self._depart(stage.front_ends[place], index, ended)
         stage.woken[place] = False
         if again_ns is not None:
             self._push_wake(again_ns, index, place)
 
-    def _depart(self, servers: ApiServers, index: int, rows: list[int]) -> None:
-        """Requests that ended in the engine end for their clients when their last tokens have left the API server."""
+    def _depart(self, front_end: FrontEnd, index: int, rows: list[int]) -> None:
+        """Requests that ended in the engine end for their clients when their last tokens have left the front end."""
         at_once: list[int] = []
         for row in rows:
-            departed_ns = servers.departed_ns(row)
+            departed_ns = front_end.departed_ns(row)
             if departed_ns > self.now_ns:
                 self.push(departed_ns, DEPARTURE, (index, [row]))
             else:

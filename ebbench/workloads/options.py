@@ -103,11 +103,16 @@ class PlanOptions:
     Raises UsageError for an invalid value.
     """
 
-    workload: str = declare(help="A workload (`ebbench workloads list`), log:FILE, or several with shares.")
+    workload: str = declare(help="A workload (`ebbench workloads list`), log:FILE, or several with shares.", file=True)
     """A bundled name, ``log:FILE`` or ``trace:FILE`` (recorded requests), ``reference:PATH`` (as used in a published
     run), the path of a TOML file, or several of them with shares (:mod:`ebbench.workloads.mixture`)."""
     scenario: str | None = declare(
-        None, "When requests arrive: a name or a TOML file.", LOAD, names=("--scenario", "-s"), complete="scenarios"
+        None,
+        "When requests arrive: a name or a TOML file.",
+        LOAD,
+        names=("--scenario", "-s"),
+        complete="scenarios",
+        file=True,
     )
     """None is ``trace`` for recorded requests and ``saturated`` otherwise."""
     num_prompts: int | None = declare(
@@ -117,7 +122,7 @@ class PlanOptions:
     seed: int = declare(
         0, "Seed of the plan; equal seeds give byte-identical plans.", WORKLOAD, at_least=0, at_most=MOST_SEED
     )
-    source: str = declare("auto", "auto, hub, profile or file:PATH.", WORKLOAD)
+    source: str = declare("auto", "auto, hub, profile or file:PATH.", WORKLOAD, file=True)
     max_concurrency: int | None = declare(
         None, "Most sessions open at a time.", LOAD, names=("--max-concurrency", "-c"), at_least=1
     )
@@ -146,7 +151,10 @@ class PlanOptions:
     )
     """Without it they are refused."""
     tokenizer: str | None = declare(
-        None, "Tokenizer that counts the tokens of texts (default: estimate), and of answers without usage.", WORKLOAD
+        None,
+        "Tokenizer that counts the tokens of texts (default: estimate), and of answers without usage.",
+        WORKLOAD,
+        file=True,
     )
     """Name or folder."""
     with_text: bool = True

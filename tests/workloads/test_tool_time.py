@@ -59,7 +59,8 @@ def columns_log(folder: Path, *, told: bool) -> Path:
 def messages_log(folder: Path, *, told: bool) -> Path:
     """The same session with its messages: the last one of a prompt is a tool's result or the user's text."""
     roles, times = ("user", "tool", "user", "tool"), (0, 2, 8, 11)
-    rows, messages = [], []
+    rows: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for t, role in zip(times, roles, strict=True):
         messages = [*messages, {"role": role if told else "user", "content": "some words " * 40}]
         rows.append({"session_id": "a", "start_time": t, "duration_s": 1, "messages": messages, "output_tokens": 10})
