@@ -50,17 +50,17 @@ def fidelity(
         _fit(fit, seed)
         return
     from ebbench.errors import UsageError
+    from ebbench.papers.fidelity import scoreboard
     from ebbench.papers.fidelity.report import BOARD, all_scores, collect, merged_cells, read_cells, write_report
-    from ebbench.papers.fidelity.scores import load_board, losses, scoreboard
 
-    before = load_board(against / BOARD)
+    before = scoreboard.load(against / BOARD)
     if keep and not only:
         raise UsageError("--keep needs --only: without it all groups run")
     kept = read_cells(against) if keep else []
     cells = merged_cells(kept, collect(_groups_chosen(only), seed, repeats, runs, workers, tell))
     files = write_report(cells, out, repeats, before)
     scores_by_group = all_scores(cells)
-    for text in losses(scoreboard(cells), before):
+    for text in scoreboard.losses(scoreboard.scoreboard(cells), before):
         typer.echo(f"worse than in {against}: {text}", err=True)
     if as_json:
         typer.echo(

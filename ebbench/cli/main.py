@@ -27,7 +27,6 @@ from ebbench.process.command_line import (
     refusal,
     told_when_long,
 )
-from ebbench.process.interpreter import one_numeric_thread
 from ebbench.process.termination import finish, held
 
 
@@ -166,7 +165,7 @@ def _tell_elapsed(name: str, began_s: float, ended: threading.Event) -> None:
 def load_command(name: str) -> Any:
     """Import a command of the table and convert it to a click command."""
     module, entry = _module(name), COMMANDS[name]
-    with held(), one_numeric_thread():  # an import that is broken off may raise anything
+    with held():  # an import that is broken off may raise anything
         loaded = importlib.import_module(module)
     command = click_command(getattr(loaded, "app", None) or getattr(loaded, module.rpartition(".")[2]), name)
     command.short_help, command.rich_help_panel = entry

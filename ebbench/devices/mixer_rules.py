@@ -324,6 +324,7 @@ def mamba2(v: ConfigValues, layers: int) -> Mixer:
         layers,
         heads=heads,
         state_bytes=(kernel - 1) * convolved * 2 + inner * state * bytes_of_state,
+        draft_bytes=convolved * 2,
         products=(Product(inner + convolved + heads, hidden), Product(hidden, inner, BY_ROWS)),
         others=convolved * (kernel + 1) + inner,
     )
@@ -364,6 +365,7 @@ def delta(v: ConfigValues, layers: int) -> Mixer:
         layers,
         heads=values,
         state_bytes=(kernel - 1) * convolved * 2 + values * value_dim * key_dim * bytes_of_state,
+        draft_bytes=convolved * 2,
         products=(
             Product(convolved + values * value_dim + 2 * values, hidden),
             Product(hidden, values * value_dim, BY_ROWS),
@@ -390,6 +392,7 @@ def kimi_delta(v: ConfigValues, layers: int) -> Mixer:
         layers,
         heads=heads,
         state_bytes=(kernel - 1) * 3 * inner * 2 + heads * width * width * 4,
+        draft_bytes=3 * inner * 2,
         products=(
             Product(3 * inner + heads, hidden),
             Product(2 * width, hidden, WHOLE),
@@ -421,6 +424,7 @@ def short_conv(v: ConfigValues, layers: int) -> Mixer:
         "state",
         layers,
         state_bytes=(kernel - 1) * hidden * 2,
+        draft_bytes=hidden * 2,
         products=(Product(3 * hidden, hidden), Product(hidden, hidden, BY_ROWS)),
         others=kernel * hidden,
     )

@@ -23,6 +23,7 @@ from ebbench.engines.base import (
     Observer,
     Progress,
     check_fits,
+    longest_sequence,
     num_kv_blocks,
     plan_notes,
     refuse_queue_limits,
@@ -47,7 +48,7 @@ from ebbench.simulation.kv import (
     StreamKv,
     streams_take_turns,
 )
-from ebbench.simulation.loop import EventLoop
+from ebbench.simulation.loop import EventLoop, Stage, prefix_reader
 from ebbench.simulation.releases import (
     Beginning,
     at_beginning,
@@ -58,7 +59,6 @@ from ebbench.simulation.releases import (
     without_warmup,
 )
 from ebbench.simulation.scheduler import Scheduler, cut_at_hang_ups, with_hang_ups, with_prefill_ends
-from ebbench.simulation.stage import Stage, prefix_reader
 from ebbench.simulation.state import UNSET, RequestState, requests_table, table_of_records, with_failures
 from ebbench.simulation.step import FigureLog, SchedulerLimits, StepLog
 from ebbench.spec.server import EngineOptions
@@ -399,7 +399,7 @@ class _Simulation:
         if options.drafts is not None:
             from ebbench.simulation.drafting import Drafting
 
-            longest = min(options.max_model_len, blocks * options.block_size)
+            longest = min(options.max_model_len, longest_sequence(device, options))
             self._drafting = Drafting.of(options.drafts, state, int(self._plan.facts.get("seed", 0)), longest)
         limits, first, size = scheduler_limits(options), len(self._kv_totals), pool.dp
         self._kv_totals += [blocks] * pool.units

@@ -45,7 +45,7 @@ from ebbench.spec.commands import DEFAULTS
 from ebbench.spec.run import RunSpec, known_settings, make_spec
 from ebbench.spec.server import VIRTUAL_TIME, is_server
 from ebbench.workloads import planner
-from ebbench.workloads.options import PlanOptions
+from ebbench.workloads.options import PlanOptions, has_priorities
 from ebbench.workloads.planner import make_plan
 from vllm_eb.policy import PolicySpec, UnknownPolicyError, descriptions, parse_policy, settings_of
 
@@ -165,7 +165,7 @@ def device_of(spec: RunSpec, policies: Sequence[PolicySpec] = ()) -> Device:
     )
     key = replace(
         request, gpu_memory_utilization=None, max_num_seqs=None, max_num_batched_tokens=None, kv_tokens=None,
-        vllm_version=None, prefix_caching=True,
+        prefix_caching=True,
     )  # fmt: skip
     if (kept := _loaded.get(key)) is not None:
         return kept if kept.profile is None else resized(kept, request)
@@ -229,8 +229,6 @@ class Series:
         if plan.keep_text and engine.name in VIRTUAL_TIME:
             raise UsageError(f"--keep-text sends a log's prompts to a server; {engine.name} reads none, leave it out")
         if not is_server(self.spec.engine):
-            from ebbench.workloads.mixture import has_priorities
-
             refuse_priorities(has_priorities(plan), self.spec.server)
         if plan.cache_hit_rate is not None and not self.spec.server.enable_prefix_caching:
             raise UsageError("--cache-hit-rate needs the prefix cache; leave out --no-prefix-caching")

@@ -259,7 +259,8 @@ def refuse_nothing(outcome_by_policy: Mapping[str, SearchOutcome]) -> None:
     if len(refused) == len(outcomes):
         raise UsageError("; ".join(dict.fromkeys(reason.worded(ENDS) for reason in refused)))
     if not any(outcome.decided for outcome in outcomes):
-        raise RunError(nothing_usable(next((outcome.stopped for outcome in outcomes if outcome.stopped), None)))
+        stopped = next((outcome.stopped for outcome in outcomes if outcome.stopped), None)
+        raise RunError(nothing_usable(stopped, probed=any(outcome.readings for outcome in outcomes)))
 
 
 def _folder(search: CapacitySearch, directory: Path | None) -> Path:

@@ -27,7 +27,7 @@ from ebbench.analysis.metrics import (
     steady_windows,
     tpot_ns,
 )
-from ebbench.analysis.validity import FAILURE_LIMIT, of_device
+from ebbench.analysis.validity import FAILURE_COLUMNS, FAILURE_LIMIT, failures_by_cause, of_device
 from ebbench.records.manifest import PhaseFact
 from ebbench.records.run import Run
 from ebbench.records.warnings import API_SERVER_LOAD, KV_CACHE, RunWarning
@@ -115,7 +115,7 @@ def read_probe(run: Run, load: float, limits: LatencyLimits, per_open: int = FEW
     """Read a finished run. ``per_open``: see :func:`read_measured`. Raises DataError if its tables are damaged."""
     manifest = run.manifest
     steps = run.table("steps", _STEP_COLUMNS)
-    reasons = "" if manifest.valid else "; ".join(map(str, manifest.reasons))
+    reasons = "" if manifest.valid else why_invalid(run)
     measured = ProbeTables(run.requests, steps, manifest.phases, manifest.seed, reasons, str(run.path))
     reading = read_measured(measured, load, limits, per_open)
     if (full := manifest.facts.get(MEMORY_FULL)) is not None:
@@ -131,6 +131,12 @@ def read_probe(run: Run, load: float, limits: LatencyLimits, per_open: int = FEW
         kv_warnings=tuple(memory),
         kv_figures={name: manifest.facts.get(name) for name in KV_FIGURES},
     )
+
+
+def why_invalid(run: Run) -> str:
+    """The reasons for which a run is INVALID, and the most frequent failure of its requests."""
+    failures = failures_by_cause(run.table("requests", FAILURE_COLUMNS))
+    return "; ".join(map(str, (*run.manifest.reasons, *failures[:1])))
 
 
 @dataclass(frozen=True)

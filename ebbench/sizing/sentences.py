@@ -249,9 +249,11 @@ def end_sentence(stored: object) -> str:
     return convert(stored, Fact).worded(ENDS) if isinstance(stored, dict) else str(stored)
 
 
-def nothing_usable(stopped: Fact | None) -> str:
-    """The error for a search without a usable probe, with the remedy."""
+def nothing_usable(stopped: Fact | None, *, probed: bool = True) -> str:
+    """The error for a search without a usable probe, or without any, with the remedy."""
     why = "no probe was long enough" if stopped is None else stopped.worded(ENDS)
+    if not probed:
+        return f"the requests one at a time, with which a search begins, took all of {why}; give a larger budget"
     exhausted = stopped is not None and stopped.code == "all_too_short"
     longer = "use a longer source, or --source profile" if exhausted else "give more --num-prompts or a larger budget"
     return f"no probe was usable ({why}); {longer}"

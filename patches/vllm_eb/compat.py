@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections import deque
 from collections.abc import Sequence
 from functools import cache
@@ -120,13 +121,26 @@ def free_blocks(scheduler: Any) -> int:
 def blocks_of(scheduler: Any, tokens: int) -> int:
     """KV blocks that a request of so many tokens needs to be admitted, over all groups of layers.
 
-    Groups that keep a window (vLLM's hybrid KV cache manager) need no more than their own cap.
+    Groups that keep a window (vLLM's hybrid KV cache manager) need no more than their own cap, those that keep a state
+    one block and one per drafted token.
     """
     needed = 0
     for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
+        if (drafts := getattr(manager, "num_speculative_blocks", None)) is not None:
+            needed += 1 + drafts
+            continue
         blocks, most = -(-tokens // manager.block_size), getattr(manager, "max_admission_blocks_per_request", None)
         needed += blocks if most is None else min(blocks, most)
     return needed
+
+
+def block_tokens(scheduler: Any) -> int:
+    """Tokens per KV block, without the blocks of states: each of them is as long as the longest sequence, if none are
+    kept for prefix caching."""
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    if not any(hasattr(manager, "num_speculative_blocks") for manager in managers):
+        return int(scheduler.block_size)
+    return math.lcm(*(manager.block_size for manager in managers if not hasattr(manager, "num_speculative_blocks")))
 
 
 def by_priority(scheduler: Any) -> bool:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from ebbench.errors import DataError
+from ebbench.papers.fidelity import scoreboard
 from ebbench.papers.fidelity.cases import WITHOUT, all_cases
 from ebbench.papers.fidelity.pages import PAGES, source_page
 from ebbench.papers.fidelity.report import BOARD, FRONT_PAGE, NOTES, merged_cells, read_cells, write_report
-from ebbench.papers.fidelity.scores import Decisions, PublishedFigure, decisions, load_board
+from ebbench.papers.fidelity.scores import Decisions, PublishedFigure, decisions
 
 ROOT = Path(__file__).parents[2]
 REPORT = ROOT / "reports" / "fidelity"
@@ -102,7 +103,7 @@ def quoted() -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def test_the_accuracy_page_quotes_the_committed_scoreboard() -> None:
-    rows, found = load_board(REPORT / BOARD), list(quoted())
+    rows, found = scoreboard.load(REPORT / BOARD), list(quoted())
     assert len(found) >= 20
     for figure, source, device, median, high in found:
         error = rows[f"{source} | {device}"].errors[figure]

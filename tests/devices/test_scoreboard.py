@@ -11,12 +11,13 @@ from statistics import median
 import pytest
 
 from ebbench.papers.eb.disaggregation import FOUR
+from ebbench.papers.fidelity import scoreboard
 from ebbench.papers.fidelity.case import Case
 from ebbench.papers.fidelity.cases import table6
 from ebbench.papers.fidelity.cases_servers import FAILED_NOTE, server_cases, silicon, table20
-from ebbench.papers.fidelity.report import BOARD, front
+from ebbench.papers.fidelity.report import AUDIT_PAGE, BOARD, front, read_cells
 from ebbench.papers.fidelity.runs import replay_cells, run_cases
-from ebbench.papers.fidelity.scores import PublishedFigure, load_board, losses, save_board, scoreboard
+from ebbench.papers.fidelity.scores import PublishedFigure
 
 COMMITTED = Path(__file__).parents[2] / "reports" / "fidelity" / BOARD
 
@@ -30,7 +31,7 @@ def made(ours: float, fitted: bool = False, metric: str = "tpot_mean_ms", schedu
 
 
 def test_a_row_has_median_and_90th_percentile_of_what_was_not_fitted() -> None:
-    (row,) = scoreboard([made(90.0), made(102.0), made(104.0), made(200.0, fitted=True)])
+    (row,) = scoreboard.scoreboard([made(90.0), made(102.0), made(104.0), made(200.0, fitted=True)])
     assert row.errors["TPOT"] == pytest.approx((0.04, 0.088))
     assert (row.count, row.fitted, row.direction) == (3, 1, None)
 
@@ -41,7 +42,7 @@ def test_direction_is_right_where_the_same_scheduler_wins() -> None:
         PublishedFigure(**{**vars(cells[0]), "published": 100.0}),
         PublishedFigure(**{**vars(cells[1]), "published": 120.0}),
     ]
-    assert scoreboard(published)[0].direction == 0.0
+    assert scoreboard.scoreboard(published)[0].direction == 0.0
 
 
 def test_the_fastest_of_several_topologies_is_the_winner() -> None:
@@ -50,8 +51,8 @@ def test_the_fastest_of_several_topologies_is_the_winner() -> None:
         PublishedFigure("table 20", "gpu", "model", "case", name, "tokens_per_s", published, ours)
         for name, published, ours in settings
     ]
-    assert scoreboard(cells)[0].direction == 0.0
-    assert scoreboard(cells[1:])[0].direction == 1.0
+    assert scoreboard.scoreboard(cells)[0].direction == 0.0
+    assert scoreboard.scoreboard(cells[1:])[0].direction == 1.0
 
 
 def test_a_fitted_setting_can_be_the_fastest_of_its_case() -> None:
@@ -60,7 +61,7 @@ def test_a_fitted_setting_can_be_the_fastest_of_its_case() -> None:
         PublishedFigure("table 20", "gpu", "model", "case", name, "tokens_per_s", published, ours, fitted=fitted)
         for name, published, ours, fitted in settings
     ]
-    assert scoreboard(cells)[0].direction == 0.0
+    assert scoreboard.scoreboard(cells)[0].direction == 0.0
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_a_winner_is_one_that_print_tells_apart(
         PublishedFigure("t", "gpu", "m", "case", name, "tokens_per_s", one, other)
         for name, one, other in zip(("a", "b", "c"), published, ours, strict=True)
     ]
-    assert scoreboard([replace(cell, scored=not cell.failed) for cell in cells])[0].direction == right
+    assert scoreboard.scoreboard([replace(cell, scored=not cell.failed) for cell in cells])[0].direction == right
 
 
 def test_a_setting_that_ran_out_of_memory_in_print_is_repeated() -> None:
@@ -90,11 +91,13 @@ def test_a_setting_that_ran_out_of_memory_in_print_is_repeated() -> None:
 
 
 def test_losses_list_only_the_cells_whose_error_grew(tmp_path: Path) -> None:
-    save_board(scoreboard([made(102.0)]), tmp_path / BOARD)
-    before = load_board(tmp_path / BOARD)
-    assert losses(scoreboard([made(105.0)]), before) == ["table 3 on gpu: median error of TPOT 5.0%, was 2.0%"]
-    assert not losses(scoreboard([made(101.0)]), before)
-    assert "5.0% (was 2.0%)" in str(front(scoreboard([made(105.0)]), before).rows)
+    scoreboard.save(scoreboard.scoreboard([made(102.0)]), tmp_path / BOARD)
+    before = scoreboard.load(tmp_path / BOARD)
+    assert scoreboard.losses(scoreboard.scoreboard([made(105.0)]), before) == [
+        "table 3 on gpu: median error of TPOT 5.0%, was 2.0%"
+    ]
+    assert not scoreboard.losses(scoreboard.scoreboard([made(101.0)]), before)
+    assert "5.0% (was 2.0%)" in str(front(scoreboard.scoreboard([made(105.0)]), before).rows)
 
 
 def test_every_server_case_can_be_loaded_and_has_its_reference_data() -> None:
@@ -135,5 +138,44 @@ def test_prompts_of_128k_tokens_stay_as_near_as_they_are() -> None:
 
 
 def test_the_replayed_run_is_no_worse_than_committed() -> None:
-    rows = scoreboard(replay_cells())
-    assert not losses(rows, load_board(COMMITTED))
+    rows = scoreboard.scoreboard(replay_cells())
+    assert not scoreboard.losses(rows, scoreboard.load(COMMITTED))
+
+
+def server(metric: str, error: float, *caveats: str, scored: bool = True) -> PublishedFigure:
+    """A figure of a measured server, off by ``error``, with what our run says about itself."""
+    return PublishedFigure(
+        "InferenceX, a model", "gpu", "m", "case", "v1", metric, 1.0, 1.0 + error, scored=scored, caveats=caveats
+    )
+
+
+@pytest.mark.parametrize(
+    ("cell", "verdict"),
+    [
+        (server("ttft_mean_s", -0.2), ""),
+        (server("ttft_mean_s", -0.4), "missing"),
+        (server("ttft_mean_s", -0.4, "experts-first-tokens", "few-requests"), "said"),
+        (server("ttft_mean_s", -0.4, "experts-few-sequences"), "missing"),  # it is about another figure
+        (server("ttft_mean_s", 0.4, "experts-first-tokens"), "missing"),  # the other direction
+        (server("ttft_mean_s", 0.2, "experts-first-tokens"), "against"),
+        (server("tpot_mean_ms", -0.2, "older-vllm"), "said"),
+        (server("tpot_mean_ms", -0.5, "older-vllm"), "missing"),  # far beyond what it says
+    ],
+)
+def test_the_audit_asks_whether_a_caveat_covers_the_error(cell: PublishedFigure, verdict: str) -> None:
+    (row,) = scoreboard.audited([cell])
+    assert row.verdict == verdict
+
+
+def test_the_audit_leaves_out_other_sources_and_doubtful_figures() -> None:
+    assert not scoreboard.audited([made(10.0), server("ttft_mean_s", -0.5, scored=False)])
+
+
+def test_silent_rows_of_the_committed_report_are_as_near_as_promised() -> None:
+    audit = scoreboard.audited(read_cells(COMMITTED.parent))
+    silent = [row for row in audit if not row.caveats]
+    assert len(audit) > 600
+    assert sum(not row.verdict for row in silent) >= 0.9 * len(silent)
+    assert sum(row.verdict == "missing" for row in audit) <= 0.05 * len(audit)
+    page = (COMMITTED.parent / AUDIT_PAGE).read_text(encoding="utf-8").partition("## By row")[2]
+    assert page.count("\n| ") == len(audit) + 2

@@ -5,18 +5,11 @@ Pure functions of :class:`PublishedFigure` objects, which :mod:`ebbench.papers.f
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from math import isnan
-from pathlib import Path
 from statistics import median
-
-import numpy as np
-
-from ebbench.papers.fidelity.cases_servers import TTFT_NOTE
-from ebbench.records import files
 
 THROUGHPUT = ("tokens_per_s", "requests_per_s", "output_tokens_per_s")
 SCHEDULERS = ("v1", "eb", "ebplus")  # compared with each other; fixed thresholds are not
@@ -33,7 +26,7 @@ class PublishedFigure:
 
     ``fitted``: the cell belongs to a row on which constants were fitted. ``scored`` is False if the published value is
     doubtful or comes from another code base (``note`` gives the reason). A figure is NaN where the run ended without it
-    (out of memory).
+    (out of memory). ``caveats``: codes of the warnings that our run gives.
     """
 
     source: str
@@ -47,6 +40,7 @@ class PublishedFigure:
     fitted: bool = False
     scored: bool = True
     note: str = ""
+    caveats: tuple[str, ...] = ()
 
     @property
     def error(self) -> float:
@@ -73,6 +67,7 @@ class Score:
     reached: float
     count: int
     met: bool
+    unit: str = "share"
 
 
 @dataclass(frozen=True)
@@ -145,10 +140,8 @@ def scores(cells: Sequence[PublishedFigure]) -> list[Score]:
     errors = [abs(cell.error) for cell in cells if cell.scored and cell.metric in THROUGHPUT]
     reached = []
     if decided:
-        name, share = (
-            "same winner where the published gap exceeds 2 %",
-            sum(p.same_winner for p in decided) / len(decided),
-        )
+        name = "same winner where the published gap exceeds 2 %"
+        share = sum(pair.same_winner for pair in decided) / len(decided)
         reached.append(Score(name, "at least 95 %", share, len(decided), share >= 0.95))
     if gains:
         share = sum(close) / len(gains)
@@ -170,109 +163,3 @@ def replay_scores(cells: Iterable[PublishedFigure]) -> list[Score]:
         for cell in cells
         if (limit := REPLAY_TARGETS.get(cell.metric)) is not None and cell.scored
     ]
-
-
-# First table of the fidelity report: one row per source and device, compared with the last committed table.
-
-WORSE_POINTS = 0.01  # increase of a median error that counts as a loss of accuracy
-FIGURES = {
-    "TPOT": ("tpot_mean_ms",), "TTFT": ("ttft_mean_s",), "throughput": THROUGHPUT, "step time": ("step_ms",),
-    "KV cache": ("kv_gib", "kv_tokens"),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Row:
-    """Errors of one source on one device: median and 90th percentile of their absolute value, as shares, per figure.
-
-    ``direction``: share of the pairs of schedulers with distinct published results for which the winner is the same;
-    for other settings, share of cases in which our fastest one is, in print, within GAP of the fastest; settings that
-    were fitted on count there too. None without a comparison. ``fitted``: number of cells on which constants were
-    fitted; they are not part of the errors.
-    """
-
-    source: str
-    device: str
-    count: int
-    fitted: int
-    errors: Mapping[str, tuple[float, float]]
-    direction: float | None
-
-    @property
-    def key(self) -> str:
-        """Key of the row in the committed file."""
-        return f"{self.source} | {self.device}"
-
-
-def scoreboard(cells: Sequence[PublishedFigure]) -> list[Row]:
-    """One row per source and device, in the order of the cells."""
-    return [
-        _row(source, device, [cell for cell in cells if (cell.source, cell.device) == (source, device)])
-        for source, device in dict.fromkeys((cell.source, cell.device) for cell in cells)
-    ]
-
-
-def _row(source: str, device: str, cells: list[PublishedFigure]) -> Row:
-    predicted = [cell for cell in cells if not cell.fitted]
-    errors = {}
-    for name, metrics in FIGURES.items():
-        # Values with a different definition (TTFT of silicon) are shown with a note; doubtful ones are not.
-        chosen = [cell for cell in predicted if cell.metric in metrics and (cell.scored or cell.note == TTFT_NOTE)]
-        if sizes := [abs(cell.error) for cell in chosen]:
-            errors[name] = (float(median(sizes)), float(np.percentile(sizes, 90)))
-    right = [pair.same_winner for pair in comparisons(predicted) if pair.decided] or _winners(cells)
-    direction = sum(right) / len(right) if right else None
-    return Row(source, device, len(predicted), len(cells) - len(predicted), errors, direction)
-
-
-def _winners(cells: Iterable[PublishedFigure]) -> list[float]:
-    """For settings other than the papers' schedulers (tables 19 and 20): whether our fastest one of a case is right.
-
-    1 if the published figure is within GAP of the fastest, else 0: below that, single published runs define no winner.
-    A setting that ran out of memory is the slowest. Of several that are equally fast with us (a policy that decides as
-    another does), the share that is right.
-    """
-    cases: dict[tuple[str, ...], list[PublishedFigure]] = {}
-    for cell in cells:
-        if cell.metric in THROUGHPUT and cell.scheduler not in SCHEDULERS and (cell.scored or cell.failed):
-            cases.setdefault(cell.row, []).append(cell)
-    return [_right(case) for case in cases.values() if len(case) > 1]
-
-
-def _right(case: Sequence[PublishedFigure]) -> float:
-    published, ours = ([_rate(getattr(cell, which)) for cell in case] for which in ("published", "ours"))
-    fastest = [theirs for theirs, our in zip(published, ours, strict=True) if our == max(ours)]
-    return sum(rate >= (1.0 - GAP) * max(published) for rate in fastest) / len(fastest)
-
-
-def _rate(rate: float) -> float:
-    """0 for a run that ended without a rate."""
-    return 0.0 if isnan(rate) else rate
-
-
-def losses(rows: Iterable[Row], before: Mapping[str, Row]) -> list[str]:
-    """One sentence per figure that got worse by more than WORSE_POINTS."""
-    remarks = []
-    for row in rows:
-        old = before.get(row.key)
-        for name, (now, _) in row.errors.items() if old else ():
-            was = old.errors.get(name) if old else None
-            if was is not None and now > was[0] + WORSE_POINTS:
-                remarks.append(f"{row.source} on {row.device}: median error of {name} {now:.1%}, was {was[0]:.1%}")
-    return remarks
-
-
-def save_board(rows: Iterable[Row], path: Path) -> None:
-    """Write the rows for later comparison."""
-    files.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", path)
-
-
-def load_board(path: Path) -> dict[str, Row]:
-    """The rows of a committed file by key; empty without a file."""
-    if not path.is_file():
-        return {}
-    rows = [
-        Row(**{**raw, "errors": {name: tuple(pair) for name, pair in raw["errors"].items()}})
-        for raw in json.loads(path.read_text(encoding="utf-8"))
-    ]
-    return {row.key: row for row in rows}
