@@ -78,10 +78,14 @@ def caveats(
     return tuple(_caveats(request, profile, model, cost, host))
 
 
-_TABLES_SINCE = (0, 19)
+TABLES_SINCE = (0, 19)
 """The oldest vLLM under which kernels of the tables were measured; the newest is 0.24."""
-_PARSES_TEMPLATES = ("0.11", "0.11.0", "0.11.1")
-"""Versions whose API server parses the chat template anew for every request (reports/fidelity/notes/gpustack.md)."""
+
+
+def older_than(request: DeviceRequest, release: tuple[int, int]) -> bool:
+    """Whether the request names a version of vLLM before this one."""
+    version = parse_release(request.vllm_version or "")
+    return version is not None and version < release
 
 
 def _caveats(
@@ -91,13 +95,11 @@ def _caveats(
         yield warning("model-note", model=model.name, note=model.note)
     if has_other_shape(model):
         yield warning("other-shape", given=request.model, model=model.name, params=model.params)
-    version = parse_release(request.vllm_version or "")
     if not isinstance(cost, TableCost):
         if request.eager:
             yield warning("eager-unknown")
-    elif version is not None and version < _TABLES_SINCE:  # what of an older vLLM --vllm-version does not set
-        of = {"mxfp4": "mxfp4" in model.dtype_of_experts, "parses_templates": request.vllm_version in _PARSES_TEMPLATES}
-        yield warning("older-vllm", vllm_version=request.vllm_version, **of)
+    elif older_than(request, TABLES_SINCE):  # what of an older vLLM --vllm-version does not set
+        yield warning("older-vllm", vllm_version=request.vllm_version)
     if request.name.endswith(".toml"):
         yield from _unused_numbers(request, profile, model, cost)
     if isinstance(cost, TableCost | RooflineCost) and not host.fitted:

@@ -152,8 +152,9 @@ def _quantization(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _STATED_STRETCHED = (None, "default", "su", "longrope", "llama3", "mrope")
+_TIED = "tie_word_embeddings"
 _OF_ALL = (
-    "quantization_config", "compression_config", "tie_word_embeddings", "vision_config", "audio_config",
+    "quantization_config", "compression_config", _TIED, "vision_config", "audio_config",
     "_name_or_path", "torch_dtype", "dtype",
 )  # fmt: skip
 _NESTED = ("sparse_attention_config", "linear_attn_config", "moe_config")
@@ -207,8 +208,9 @@ def _text_part(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     if part is None:
         return dict(raw)
     outer = {key: raw[key] for key in _OF_ALL if raw.get(key) is not None}
+    tied = {key: outer[key] for key in (_TIED,) if key in outer}  # vLLM too: whoever has the head says it
     named = part.get("model_type") or TEXT_TYPES.get(str(raw.get("model_type")), raw.get("model_type"))
-    return {**outer, **{key: value for key, value in part.items() if value is not None}, "model_type": named}
+    return {**outer, **{key: value for key, value in part.items() if value is not None}, **tied, "model_type": named}
 
 
 def _family(path: Path, raw: Mapping[str, Any], assume_decoder: bool) -> tuple[Family, tuple[str, ...]]:

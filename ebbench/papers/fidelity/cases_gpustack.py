@@ -90,7 +90,7 @@ def _case(row: Mapping[str, str]) -> Case:
         Protocol("v1", _plan(row), seqs, budget, warmup=0, topology=topology),
         tuple(_published(row)), group=GROUP, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
         async_scheduling="--async-scheduling" in row["serve_arguments"], scheduler_reserve_full_isl=False,
-        vllm_version=row["vllm"],
+        vllm_version=row["vllm"], front_end_ms=None,
     )  # fmt: skip
     return replace(case, refused=_refusal(case, kv_capacity(case)))
 

@@ -22,7 +22,7 @@ from ebbench.papers.fidelity.cases_iog import iog_cells
 from ebbench.papers.fidelity.cases_kv import kv_cells
 from ebbench.papers.fidelity.pages import PAGES, Page, is_variant, pictures, source_page
 from ebbench.papers.fidelity.runs import calibration_cells, cells_of, replay_cells, runs_of_cases
-from ebbench.papers.fidelity.scoreboard import FIGURES, Row
+from ebbench.papers.fidelity.scoreboard import FIGURES, Audited, Row
 from ebbench.papers.fidelity.scores import (
     Decisions,
     PublishedFigure,
@@ -205,6 +205,56 @@ def step_times(cells: Iterable[PublishedFigure]) -> Section:
     return Section("", columns, rows)
 
 
+def by_caveat(audit: Sequence[Audited]) -> Section:
+    """One row per caveat, figure, source and device: errors of the figures that carry it; those without any last."""
+    kinds: dict[tuple[str, str, str, str], list[Audited]] = {}
+    for row in audit:
+        for code in row.caveats or ("none",):
+            kinds.setdefault((code, row.figure, row.cell.source.split(",")[0], row.cell.device), []).append(row)
+    columns = (
+        *labels("caveat", "figure", "source", "device"),
+        Column("figures"),
+        *(_number(name, _signed) for name in ("median error", "from", "to")),
+        *(Column(name) for name in ("said", "missing", "against")),
+    )
+    rows: list[tuple[Value, ...]] = []
+    for kind, chosen in sorted(kinds.items(), key=lambda item: (item[0][0] == "none", item[0])):
+        signed_errors = [row.cell.error for row in chosen]
+        verdicts = [row.verdict for row in chosen]
+        counts = (verdicts.count(name) for name in ("said", "missing", "against"))
+        rows.append(
+            (*kind, len(chosen), median(signed_errors), min(signed_errors), max(signed_errors), *counts)
+        )  # fmt: skip
+    return Section("", columns, tuple(rows))
+
+
+def by_row(audit: Iterable[Audited]) -> Section:
+    """One row per figure: error, caveats about it, verdict."""
+    columns = (*labels("source", "device", "case", "figure"), _number("error", _signed), *labels("caveats", "verdict"))
+    rows = tuple(
+        (
+            row.cell.source, row.cell.device, row.cell.case, row.figure, row.cell.error, ", ".join(row.caveats),
+            row.verdict,
+        )
+        for row in audit
+    )  # fmt: skip
+    return Section("", columns, rows)
+
+
+AUDIT_PAGE = "caveats.md"
+AUDIT = """# What runs say about their own errors
+
+Written by `ebbench fidelity`: every scored figure of the measured servers beside the caveats of our run about it.
+Promised without a caveat, in nine of ten rows: {promised}. *said*: further off, and a caveat gives that direction and
+size (within what is promised beyond its range). *missing*: further off, and none does. *against*: near enough, but on
+the other side of all that caveats say.
+
+{counts}
+
+## By caveat
+"""
+
+
 INTRODUCTION = """# Fidelity: emulated devices against published measurements
 
 Written by `ebbench fidelity`, as are the pages of this folder; `notes/` is written by hand and says why figures miss.
@@ -252,6 +302,9 @@ def write_report(
     front = out / FRONT_PAGE
     _write(front, _front_page(cells, rows, drawn, repeats, before or {}))
     written = [front, parquet, *drawn]
+    if audit := scoreboard.audited(cells):
+        _write(out / AUDIT_PAGE, _audit_page(audit))
+        written.append(out / AUDIT_PAGE)
     for page in PAGES:
         path = out / f"{page.slug}.md"
         if chosen := [cell for cell in cells if source_page(cell.source) is page]:
@@ -268,7 +321,9 @@ def read_cells(report: Path) -> list[PublishedFigure]:
     if not parquet.is_file():
         raise InputFileError(parquet, "does not exist; write it with `ebbench fidelity`")
     names = [f.name for f in fields(PublishedFigure)]
-    return [PublishedFigure(**row) for row in pq.read_table(parquet, columns=names).to_pylist()]
+    rows = pq.read_table(parquet).to_pylist()
+    kept = ({name: row[name] for name in names if name in row} for row in rows)
+    return [PublishedFigure(**{**row, "caveats": tuple(row.get("caveats") or ())}) for row in kept]
 
 
 def merged_cells(kept: Sequence[PublishedFigure], made: Sequence[PublishedFigure]) -> list[PublishedFigure]:
@@ -302,6 +357,22 @@ def _table(cells: Iterable[PublishedFigure]) -> pa.Table:
     rows = [{**asdict(cell), "error": cell.error} for cell in cells]
     names = [*(f.name for f in fields(PublishedFigure)), "error"]
     return pa.table({name: [row[name] for row in rows] for name in names})
+
+
+def _audit_page(audit: Sequence[Audited]) -> Iterator[str]:
+    promised = ", ".join(f"{name} {100 * share:.0f} %" for name, share in scoreboard.PROMISED.items())
+    verdicts = [row.verdict for row in audit]
+    named = ", ".join(f"{verdicts.count(name)} {name}" for name in ("said", "missing", "against"))
+    silent = [row for row in audit if not row.caveats]
+    within = sum(not row.verdict for row in silent)
+    counts = (
+        f"{len(audit)} figures: {named}. Of the {len(silent)} without a caveat about them {within} are within what is "
+        f"promised ({within / max(len(silent), 1):.0%})."
+    )
+    yield AUDIT.format(promised=promised, counts=counts)
+    yield from _lines(by_caveat(audit))
+    yield "\n## By row\n"
+    yield from _lines(by_row(audit))
 
 
 def _front_page(

@@ -26,7 +26,7 @@ class PublishedFigure:
 
     ``fitted``: the cell belongs to a row on which constants were fitted. ``scored`` is False if the published value is
     doubtful or comes from another code base (``note`` gives the reason). A figure is NaN where the run ended without it
-    (out of memory).
+    (out of memory). ``caveats``: codes of the warnings that our run gives.
     """
 
     source: str
@@ -40,6 +40,7 @@ class PublishedFigure:
     fitted: bool = False
     scored: bool = True
     note: str = ""
+    caveats: tuple[str, ...] = ()
 
     @property
     def error(self) -> float:
