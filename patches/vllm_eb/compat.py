@@ -248,7 +248,11 @@ def refuse_fixed_drafts(scheduler: Any) -> None:
         )
 
 
-def _drafts_supported(method: str) -> bool:
+DRAFTERS = "ngram, MTP, eagle and eagle3"
+
+
+def drafts_supported(method: str) -> bool:
+    """Whether the plugin is tested with what vLLM drafts by this method."""
     return method in ("ngram", "ngram_gpu", "eagle", "eagle3") or method.endswith("mtp")
 
 
@@ -256,8 +260,8 @@ def _problems(config: Any) -> list[tuple[bool, str]]:
     model, parallel = config.model_config, config.parallel_config
     return [
         (
-            (method := drafting_method(config)) is not None and not _drafts_supported(method),
-            f"speculative decoding by {method} (tested are ngram, MTP, eagle and eagle3)",
+            (method := drafting_method(config)) is not None and not drafts_supported(method),
+            f"speculative decoding by {method} (tested are {DRAFTERS})",
         ),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism (several steps of one request are in flight)"),
         (config.kv_transfer_config is not None, "a KV connector (loads are admissions the plugin cannot hold back)"),
