@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbench.client.dialects import DIALECTS
-from ebbench.config.declare import CHUNK_TOKENS
+from ebbench.records import CHUNK_TOKENS
 from ebbench.records.plan import token_ids
 from ebbench.spec.client import ClientOptions
 

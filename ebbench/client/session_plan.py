@@ -15,9 +15,9 @@ import pyarrow as pa
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.dialects import DIALECTS
 from ebbench.client.release_schedule import Arrivals, Slots
-from ebbench.config.declare import CHUNK_TOKENS
 from ebbench.config.server_url import Endpoint
 from ebbench.errors import UsageError
+from ebbench.records import CHUNK_TOKENS
 from ebbench.records.plan import ClosedPhase, TurnGraph, block_tokens, turn_graph
 
 

@@ -15,13 +15,13 @@ import httpx
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from ebbench.config.declare import CHUNK_TOKENS
 from ebbench.dispatch import EndForward
 from ebbench.dispatch.base import DispatchRequest
 from ebbench.gateway.dispatch_queue import DispatchQueue, Receive, RefusedError, Scope, Send, error_body, send_refusal
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.gateway.transport import StreamTransport
 from ebbench.gateway.upstreams import Upstream, Upstreams
+from ebbench.records import CHUNK_TOKENS
 
 # Relays event streams in whole lines, so that no client receives part of an event.
 

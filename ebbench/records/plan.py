@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ebbench.config.declare import CHUNK_TOKENS
 from ebbench.errors import UsageError
+from ebbench.records import CHUNK_TOKENS
 from ebbench.records.warnings import RunWarning
 
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ebbench.config.declare import CHUNK_TOKENS
+from ebbench.records import CHUNK_TOKENS
 from ebbench.records.plan import Plan, block_tokens
 from ebbench.records.warnings import RunWarning, warning
 from ebbench.simulation.engine import EngineLoop, OnPass, Unit

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ebbench.config.declare import CHUNK_TOKENS
 from ebbench.errors import UsageError
+from ebbench.records import CHUNK_TOKENS
 from ebbench.traffic.arrivals import dispersion
 from ebbench.traffic.spec import Load, make_schedule
 from ebbench.workloads.log_columns import keeps_failed

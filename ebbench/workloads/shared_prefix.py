@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from ebbench.config.declare import CHUNK_TOKENS
 from ebbench.errors import UsageError
+from ebbench.records import CHUNK_TOKENS
 from ebbench.traffic.arrivals import substream
 from ebbench.workloads.options import PlanOptions
 from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, int_lists, ints
