@@ -118,15 +118,13 @@ def group_by_policy(summaries: Sequence[Summary], explanations: Sequence[Explana
 
     Does not check that the runs have equal conditions; :func:`ebbench.analysis.cases.comparison_cases` does.
     """
-    policies = dict.fromkeys(summary.policy for summary in summaries)
-    return tuple(_group(policy, summaries, explanations) for policy in policies)
-
-
-def _group(policy: str, summaries: Sequence[Summary], explanations: Sequence[Explanation]) -> Group:
-    own = [place for place, summary in enumerate(summaries) if summary.policy == policy]
-    own.sort(key=lambda place: summaries[place].seed)
-    explained = tuple(explanations[place] for place in own) if explanations else ()
-    return Group(policy, tuple(summaries[place] for place in own), explained)
+    groups = []
+    for policy in dict.fromkeys(summary.policy for summary in summaries):
+        own = [place for place, summary in enumerate(summaries) if summary.policy == policy]
+        own.sort(key=lambda place: summaries[place].seed)
+        explained = tuple(explanations[place] for place in own) if explanations else ()
+        groups.append(Group(policy, tuple(summaries[place] for place in own), explained))
+    return tuple(groups)
 
 
 def baseline_group(groups: Sequence[Group]) -> Group:
@@ -212,18 +210,13 @@ def differing(summaries: Sequence[Summary]) -> list[str]:
     unlike = differing_names([summary.environment for summary in summaries])
     if len({summary.slo for summary in summaries if summary.slo}) > 1:
         unlike.append("limits (--goodput gives all runs the same)")
-    return unlike + _differing_plans(summaries)
-
-
-def _differing_plans(summaries: Sequence[Summary]) -> list[str]:
-    """Names of seeds or plans that not all policies ran."""
     plans: dict[str, set[tuple[int, str]]] = {}
     for summary in summaries:
         plans.setdefault(summary.policy, set()).add((summary.seed, summary.plan_hash))
     several = len({frozenset(seed for seed, _ in seeds_and_hashes) for seeds_and_hashes in plans.values()}) > 1
     seeds_and_plans = set().union(*plans.values())
     mixed = len(seeds_and_plans) > len({seed for seed, _ in seeds_and_plans})
-    return ["seeds"] * several + ["plan"] * mixed
+    return unlike + ["seeds"] * several + ["plan"] * mixed
 
 
 T = TypeVar("T")

@@ -103,6 +103,7 @@ def load_of_run(manifest: Manifest) -> LoadFacts:
     facts = manifest.facts
     levels = {phase.max_concurrency for phase in manifest.phases}
     rates: Mapping[str, Any] = facts.get("phase_rates") or {}
+    ways = {"input_lengths": "in", "output_lengths": "out"}
     return LoadFacts(
         sessions=sum(phase.sessions for phase in manifest.phases)
         or int(facts.get("sessions") or manifest.rows.get("plan", 0)),
@@ -114,7 +115,7 @@ def load_of_run(manifest: Manifest) -> LoadFacts:
         max_concurrency=next(iter(levels)) if len(levels) == 1 else manifest.max_concurrency,
         phases=manifest.phases,
         rates=tuple((name, float(rate)) for name, rate in rates.items()),
-        lengths=_lengths(facts),
+        lengths=", ".join(f"{facts[name]} {way}" for name, way in ways.items() if name in facts),
         replayed=facts.get("loop") == "trace",
         sessions_by_seed=bool(facts.get("sessions_by_seed")),
         duration_s=_number(facts.get("duration_s")),
@@ -216,24 +217,9 @@ def machine_of_run(manifest: Manifest) -> Machine:
     gpus = facts.get("gpus") or facts.get("replicas") or (1 if manifest.engine in _ONE_DEVICE else None)
     foreign = manifest.engine == "endpoint"
     reports = (facts.get("server_reports") or {}) if foreign else {}
-    return Machine(
-        gpus=None if gpus is None else int(gpus),
-        topology=str(facts.get("topology") or (f"dp={facts['replicas']}" if "replicas" in facts else "")),
-        dispatch=str(facts.get("dispatch") or ""),
-        max_num_batched_tokens=options.get("max_num_batched_tokens"),
-        max_num_seqs=options.get("max_num_seqs"),
-        link=str(facts.get("link") or ""),
-        types=_types(options),
-        api_server=_api_server(options),
-        further=_further_limits(_in_effect(manifest)),
-        reported=_reported(reports),
-        policy_known=not foreign or bool(reports.get("policy")),
-        cache_kept=facts.get("prefix_cache_reset") is False and reports.get("enable_prefix_caching") is not False,
-    )
-
-
-def _reported(settings: Mapping[str, Any]) -> str:
-    """``policy eb, 1,024 KV blocks, blocks of 16 tokens, prefix caching on``; only what the server says."""
+    # Only what was asked for, and only what the server says.
+    kv = options.get("kv_cache_dtype") or "auto"
+    asked = {"weights": options.get("quantization"), "KV cache": None if kv == "auto" else kv}
     words = {
         "policy": "policy {}",
         "num_kv_blocks": "{:,} KV blocks",
@@ -242,10 +228,23 @@ def _reported(settings: Mapping[str, Any]) -> str:
         "kv_cache_dtype": "KV cache type {}",
         "gpu_memory_utilization": "{:.0%} of the GPU memory",
     }
-    parts = [text.format(settings[name]) for name, text in words.items() if settings.get(name) is not None]
-    if "enable_prefix_caching" in settings:
-        parts.append(f"prefix caching {'on' if settings['enable_prefix_caching'] else 'off'}")
-    return ", ".join(parts)
+    parts = [text.format(reports[name]) for name, text in words.items() if reports.get(name) is not None]
+    if "enable_prefix_caching" in reports:
+        parts.append(f"prefix caching {'on' if reports['enable_prefix_caching'] else 'off'}")
+    return Machine(
+        gpus=None if gpus is None else int(gpus),
+        topology=str(facts.get("topology") or (f"dp={facts['replicas']}" if "replicas" in facts else "")),
+        dispatch=str(facts.get("dispatch") or ""),
+        max_num_batched_tokens=options.get("max_num_batched_tokens"),
+        max_num_seqs=options.get("max_num_seqs"),
+        link=str(facts.get("link") or ""),
+        types=", ".join(f"{what} in {dtype}" for what, dtype in asked.items() if dtype),
+        api_server=_api_server(options),
+        further=_further_limits(_in_effect(manifest)),
+        reported=", ".join(parts),
+        policy_known=not foreign or bool(reports.get("policy")),
+        cache_kept=facts.get("prefix_cache_reset") is False and reports.get("enable_prefix_caching") is not False,
+    )
 
 
 def _further_limits(options: Mapping[str, Any]) -> str:
@@ -259,22 +258,10 @@ _MAIN = {"max_num_batched_tokens", "max_num_seqs"}
 """Limits that are shown of every run."""
 
 
-def _types(options: Mapping[str, Any]) -> str:
-    """``weights in fp8, KV cache in fp8``; only what was asked for."""
-    kv = options.get("kv_cache_dtype") or "auto"
-    asked = {"weights": options.get("quantization"), "KV cache": None if kv == "auto" else kv}
-    return ", ".join(f"{what} in {dtype}" for what, dtype in asked.items() if dtype)
-
-
 def _api_server(options: Mapping[str, Any]) -> str:
     """``datacenter x 2``: the class and, where given, how many processes; empty where it is off or not recorded."""
     name, count = options.get("api_server") or OFF, options.get("api_server_count")
     return "" if name == OFF else f"{name} x {count}" if count else str(name)
-
-
-def _lengths(facts: Mapping[str, Any]) -> str:
-    ways = {"input_lengths": "in", "output_lengths": "out"}
-    return ", ".join(f"{facts[name]} {way}" for name, way in ways.items() if name in facts)
 
 
 def _number(value: Any) -> float | None:
@@ -320,6 +307,11 @@ UNKNOWN_DEVICE = "unknown"
 
 def run_environment(manifest: Manifest) -> dict[str, str]:
     """Conditions as text; a condition that a run does not record is empty and agrees only with an empty one."""
+    in_effect = _in_effect(manifest).items()
+    options = {name: value for name, value in in_effect if later_options().get(name, UNKNOWN) != value}
+    options |= {name: manifest.facts[name] for name in JOINED if name in manifest.facts}
+    endpoint = str(manifest.facts.get("endpoint") or "")
+    estimated = "estimated tokens" if manifest.facts.get(ESTIMATED) else ""
     return {
         "engine": manifest.engine,
         "device": _device(manifest),
@@ -329,17 +321,10 @@ def run_environment(manifest: Manifest) -> dict[str, str]:
         "workload": manifest.workload,
         "scenario": manifest.scenario,
         "source": manifest.source,
-        "options": json.dumps(_compared(manifest), sort_keys=True),
+        "options": json.dumps(options, sort_keys=True),
         "host": run_host(manifest),
-        "endpoint": _endpoint(manifest),
+        "endpoint": ", ".join(filter(None, (endpoint if endpoint != "completions" else "", estimated))),
     }
-
-
-def _endpoint(manifest: Manifest) -> str:
-    """The API of a server, and whether its tokens are an estimate; empty for completions and where none is recorded."""
-    endpoint = str(manifest.facts.get("endpoint") or "")
-    estimated = "estimated tokens" if manifest.facts.get(ESTIMATED) else ""
-    return ", ".join(filter(None, (endpoint if endpoint != "completions" else "", estimated)))
 
 
 def run_host(manifest: Manifest) -> str:
@@ -377,12 +362,6 @@ def _in_effect(manifest: Manifest) -> dict[str, Any]:
     A run of a version whose devices brought less differs in them, although both left them out.
     """
     return manifest.options | {FRONT_END_MS: manifest.facts.get(FRONT_END_MS)}
-
-
-def _compared(manifest: Manifest) -> dict[str, Any]:
-    in_effect = _in_effect(manifest).items()
-    options = {name: value for name, value in in_effect if later_options().get(name, UNKNOWN) != value}
-    return options | {name: manifest.facts[name] for name in JOINED if name in manifest.facts}
 
 
 def unusual_options(options: Mapping[str, Any]) -> str:

@@ -250,7 +250,14 @@ def _adjusted(others: Sequence[PolicyContrasts]) -> list[PolicyContrasts]:
 
     def leveled(policy: PolicyContrasts, contrast: Contrast) -> Contrast:
         if _decisive(contrast):
-            return _with_level(contrast, policy.pairs, next(adjusted), level)
+            p_adjusted = next(adjusted)
+            logs = [math.log(after / before) for before, after in _values(contrast.figure, policy.pairs)]
+            mean = math.fsum(logs) / len(logs)
+            spread = math.sqrt(math.fsum((x - mean) ** 2 for x in logs) / (len(logs) - 1))
+            smallest = detectable_loss(spread, len(logs), alpha=level)
+            return replace(
+                contrast, p_adjusted=p_adjusted, detectable=None if smallest is None else math.expm1(smallest)
+            )
         if contrast.figure == policy.deciding and contrast.p is not None:
             return replace(
                 contrast, p_adjusted=min(1.0, contrast.p * (len(tested) + 1))
@@ -272,14 +279,6 @@ def pairs_needed_by(comparison: PairedComparison) -> int:
     """Least number of pairs with which the comparison can show a difference."""
     tests = sum(contrast.figure in GATED for c in comparison.others for contrast in c.contrasts)
     return pairs_needed(tests)
-
-
-def _with_level(contrast: Contrast, pairs: Sequence[Pair], p_adjusted: float, level: float) -> Contrast:
-    logs = [math.log(after / before) for before, after in _values(contrast.figure, pairs)]
-    mean = math.fsum(logs) / len(logs)
-    spread = math.sqrt(math.fsum((x - mean) ** 2 for x in logs) / (len(logs) - 1))
-    smallest = detectable_loss(spread, len(logs), alpha=level)
-    return replace(contrast, p_adjusted=p_adjusted, detectable=None if smallest is None else math.expm1(smallest))
 
 
 def _values(figure: str, pairs: Sequence[Pair]) -> list[tuple[float, float]]:

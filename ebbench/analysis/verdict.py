@@ -275,26 +275,25 @@ def judge(
     adjusted = dict(zip(gated, holm([_p(losses[figure], rules) for figure in gated]), strict=True))
     level = rules.alpha / max(len(gated), 1) if with_detectable and not rules.sequential else None
     judged = tuple(_judged(figure, losses[figure], pairs, adjusted.get(figure), level, rules) for figure in losses)
-    partial = [figure for figure in rules.gated if figure in skipped and _leaves_open(figure, pairs, rules)]
+    # A gated figure that cannot be judged leaves the verdict open if it was chosen, or if some runs have it.
+    chosen = rules.gated != GATED
+    partial = [name for name in rules.gated if name in skipped and (chosen or measured_somewhere(name, pairs))]
     cause = _order_cause(pairs, {figure: losses[figure] for figure in gated}, rules)
     outcome, reason = _conclude([entry for entry in judged if entry.gated], partial, len(pairs), rules, cause)
-    notes = (*further_notes, *_worse_classes(losses, rules), *_notes(pairs))
-    return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, notes, cause)
+    # Classes of requests that are worse by the gate's test, in figures that are not gated.
+    watched = [figure for figure in losses if ":" in figure and figure not in rules.gated]
+    means = {figure: math.expm1(math.fsum(losses[figure]) / len(losses[figure])) for figure in watched}
+    tested = zip(watched, holm([_p(losses[figure], rules) for figure in watched]), strict=True)
+    worse = {figure: means[figure] for figure, p in tested if p <= rules.alpha}
+    worse = {figure: loss for figure, loss in worse.items() if loss >= rules.margin_of(figure)}
+    notes = [*further_notes, *([fact("worse_classes", losses=worse)] if worse else []), *_notes(pairs)]
+    return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, tuple(notes), cause)
 
 
 def figures_by_class(pairs: Sequence[Pair]) -> list[str]:
     """Figures that are shown of each class of requests."""
     classes = classes_among(unit for pair in pairs for unit in (pair.baseline, pair.candidate))
     return [f"{name}:{figure}" for name in classes for figure in OF_CLASSES]
-
-
-def _worse_classes(losses: Mapping[str, Sequence[float]], rules: Rules) -> tuple[Fact, ...]:
-    """A note on classes of requests that are worse by the gate's test, in figures that are not gated."""
-    watched = [figure for figure in losses if ":" in figure and figure not in rules.gated]
-    means = {figure: math.expm1(math.fsum(losses[figure]) / len(losses[figure])) for figure in watched}
-    tested = zip(watched, holm([_p(losses[figure], rules) for figure in watched]), strict=True)
-    worse = [figure for figure, p in tested if p <= rules.alpha and means[figure] >= rules.margin_of(figure)]
-    return (fact("worse_classes", losses={figure: means[figure] for figure in worse}),) if worse else ()
 
 
 def worse_by_gate(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES) -> dict[str, float]:
@@ -312,11 +311,6 @@ def worse_by_gate(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES) -> dict[s
 def repeated_until_clear(pairs: Sequence[Pair]) -> bool:
     """Whether any run was repeated until the answer was clear (``run --repeats auto``)."""
     return any(unit.until_clear for pair in pairs for unit in (pair.baseline, pair.candidate))
-
-
-def _leaves_open(figure: str, pairs: Sequence[Pair], rules: Rules) -> bool:
-    """Whether a gated figure that cannot be judged leaves the verdict open: it was chosen, or some runs have it."""
-    return rules.gated != GATED or measured_somewhere(figure, pairs)
 
 
 def _p(losses: Sequence[float], rules: Rules) -> float:
@@ -464,17 +458,6 @@ def _order_cause(pairs: Sequence[Pair], losses: Mapping[str, Sequence[float]], r
     return fact("second_worse", by=worse) if worse else None
 
 
-def _warm_server(pairs: Sequence[Pair]) -> str:
-    """The server that met the prompts of every pair twice in the same order, without its cache emptied; else empty."""
-    servers = {
-        pair.candidate.server if pair.candidate.server == pair.baseline.server else ""
-        for pair in pairs
-        if pair.candidate.cache_unknown and pair.baseline.cache_unknown
-    }
-    orders = {pair.candidate.anchor_unix_ns > pair.baseline.anchor_unix_ns for pair in pairs}
-    return servers.pop() if len(servers) == len(orders) == 1 else ""
-
-
 def _notes(pairs: Sequence[Pair]) -> tuple[Fact, ...]:
     notes = []
     policies = dict.fromkeys(unit.policy for pair in pairs for unit in (pair.baseline, pair.candidate))
@@ -505,7 +488,14 @@ def _about_server(pairs: Sequence[Pair]) -> list[Fact]:
     """Why a server's figures are not of what was asked for; of its cache, what it means for the two sides."""
     notes: list[Fact] = []
     codes = set(ABOUT_SERVER)
-    if server := _warm_server(pairs):
+    # The server that met the prompts of every pair twice in the same order, without its cache emptied.
+    servers = {
+        pair.candidate.server if pair.candidate.server == pair.baseline.server else ""
+        for pair in pairs
+        if pair.candidate.cache_unknown and pair.baseline.cache_unknown
+    }
+    orders = {pair.candidate.anchor_unix_ns > pair.baseline.anchor_unix_ns for pair in pairs}
+    if len(servers) == len(orders) == 1 and (server := servers.pop()):
         codes.remove(WARM_CACHE)
         side = "candidate" if pairs[0].candidate.anchor_unix_ns > pairs[0].baseline.anchor_unix_ns else "baseline"
         notes.append(fact("cache_warm_for_second", side=side, server=server))
