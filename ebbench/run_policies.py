@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbench.analysis.cases import RunResult, cases_of_results, result_of
-from ebbench.engines.checks import refuse_undecided
+from ebbench.engines.base import refuse_undecided
 from ebbench.engines.setup import make_engine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.process.termination import held

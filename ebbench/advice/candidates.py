@@ -15,7 +15,7 @@ from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_VLLM
 from ebbench.config.topology import TopologySpec
 from ebbench.devices.capacity import batch_limits
 from ebbench.devices.profiles import find_profile
-from ebbench.engines.checks import check_counts, check_fits, check_options, check_tp
+from ebbench.engines.base import check_counts, check_fits, check_options, check_tp
 from ebbench.engines.setup import resolve_topology
 from ebbench.errors import UsageError
 from ebbench.hazard import analyse_lengths

@@ -17,7 +17,7 @@ from ebbench.advice.candidates import topology_asked
 from ebbench.advice.choice import BASELINE, budget_share, level_budgets, tuned_budget
 from ebbench.analysis.cases import TIE
 from ebbench.config.declare import option_name
-from ebbench.engines.checks import rank_notes
+from ebbench.engines.base import rank_notes
 from ebbench.records.warnings import Texts
 from ebbench.render.numbers import DASH, change, count, duration_ms, finite, listed, percent, rate, sentence
 from ebbench.render.tables import framed

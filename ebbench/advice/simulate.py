@@ -26,7 +26,7 @@ from ebbench.advice.choice import (
 from ebbench.analysis.environment import time_note
 from ebbench.analysis.summary import summarise
 from ebbench.analysis.validity import by_policy, told_once
-from ebbench.engines.checks import check_options
+from ebbench.engines.base import check_options
 from ebbench.errors import UsageError
 from ebbench.records.warnings import RunWarning
 from ebbench.render.documents import Console

@@ -77,7 +77,7 @@ def show(
     from ebbench.devices.describe import describe
     from ebbench.devices.loader import load_device
     from ebbench.devices.profiles import as_decoder
-    from ebbench.engines.checks import check_counts, check_tp
+    from ebbench.engines.base import check_counts, check_tp
     from ebbench.spec.server import parse_speculative
 
     check_tp(tp, link)

@@ -51,7 +51,7 @@ def hazard(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Show the empirical completion hazard, tests of its trend (Mann-Kendall, regression), and the fit p0 + eta t."""
-    from ebbench.engines.checks import check_counts
+    from ebbench.engines.base import check_counts
     from ebbench.errors import UsageError
 
     check_counts(num_prompts=num_prompts, output_len=output_len, max_num_seqs=max_num_seqs)

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ebbench.devices import library
-from ebbench.devices.kerneltables import SCHEMAS
+from ebbench.devices.library import SCHEMAS
 
 AIC_COLLECTIVES = (
     f"aiconfigurator-core {library.VERSION}, all-reduce measured under vLLM, all-gather and reduce-scatter under NCCL"

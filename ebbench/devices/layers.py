@@ -10,10 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ebbench.devices import library
-from ebbench.devices.base import SINGLE, Parallel
-from ebbench.devices.costs import BANDWIDTH_SHARE, COMPUTE_SHARE
+from ebbench.devices.base import BANDWIDTH_SHARE, COMPUTE_SHARE, SINGLE, Parallel
 from ebbench.devices.geometry import WEIGHT_BITS, Mixer, ModelGeometry, Product
-from ebbench.devices.kerneltables import select, source
+from ebbench.devices.library import select, table_source
 from ebbench.devices.profiles import DeviceProfile, Link, find_model
 from ebbench.devices.surfaces import Array, increasing, lower_envelope, without_spikes
 from ebbench.errors import UnknownNameError, UsageError
@@ -53,7 +52,7 @@ class Collectives:
         if self.measured:
             whose = f" of {self._device}" if self.profile.collectives_from else ""
             packaged = select("collective", device=self._device, link=self.link, gpus=self.gpus).num_rows
-            text = source("collective") if packaged else f"{library.LABEL} (Apache-2.0)"
+            text = table_source("collective") if packaged else f"{library.LABEL} (Apache-2.0)"
             return f"link {self.link} ({self._link.note}): {text}{whose}"
         return f"link {self.link} ({self._link.note}): {self._link.bytes_per_s / 1e9:g} GB/s, a formula{self._bounds}"
 

@@ -10,10 +10,9 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.devices.costs import BANDWIDTH_SHARE, COMPUTE_SHARE
+from ebbench.devices.base import BANDWIDTH_SHARE, COMPUTE_SHARE
 from ebbench.devices.geometry import WEIGHT_BITS, Mixer, decode_flops, pair_flops
-from ebbench.devices.kerneltables import select
-from ebbench.devices.library import Rows
+from ebbench.devices.library import Rows, select
 from ebbench.devices.profiles import DeviceProfile
 from ebbench.errors import UsageError
 from ebbench.records.warnings import RunWarning, warning

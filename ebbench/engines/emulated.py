@@ -28,8 +28,16 @@ import pyarrow as pa
 
 from ebbench.devices.base import Device
 from ebbench.devices.profiles import answering_costs
-from ebbench.engines.base import EngineResult, Observer, Progress
-from ebbench.engines.checks import check_fits, check_options, num_kv_blocks, plan_notes, refuse_unsimulated
+from ebbench.engines.base import (
+    EngineResult,
+    Observer,
+    Progress,
+    check_fits,
+    check_options,
+    num_kv_blocks,
+    plan_notes,
+    refuse_unsimulated,
+)
 from ebbench.errors import RunError
 from ebbench.process.interpreter import collector_paused
 from ebbench.process.termination import interruptible

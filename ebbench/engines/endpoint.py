@@ -18,8 +18,14 @@ from ebbench.client.load_generator import DriveResult
 from ebbench.client.progress import Snapshot
 from ebbench.config.server_url import ServerUrl
 from ebbench.devices.base import Device
-from ebbench.engines.base import EngineResult, Observer, Progress
-from ebbench.engines.checks import changed_settings, refuse_server_settings, refuse_simulated
+from ebbench.engines.base import (
+    EngineResult,
+    Observer,
+    Progress,
+    changed_settings,
+    refuse_server_settings,
+    refuse_simulated,
+)
 from ebbench.engines.machine import machine_behind
 from ebbench.records.plan import Plan
 from ebbench.records.schema import DECISIONS, STEPS

@@ -19,8 +19,10 @@ from ebbench.devices.base import Device
 from ebbench.devices.layers import choose_link
 from ebbench.devices.loader import UnitDevice, saving_kv, unit_device
 from ebbench.devices.profiles import answering_costs
-from ebbench.engines.base import EngineResult, Observer, Progress
-from ebbench.engines.checks import (
+from ebbench.engines.base import (
+    EngineResult,
+    Observer,
+    Progress,
     check_fits,
     num_kv_blocks,
     plan_notes,

@@ -21,8 +21,7 @@ import pyarrow.compute as pc
 from ebbench.client import DriveResult
 from ebbench.config.topology import DEFAULT_DISPATCH
 from ebbench.devices.base import Device
-from ebbench.engines.base import EngineResult, Observer, Progress
-from ebbench.engines.checks import refuse_simulated
+from ebbench.engines.base import EngineResult, Observer, Progress, refuse_simulated
 from ebbench.engines.endpoint import SendingEngine, drive, warmed
 from ebbench.engines.machine import visible_gpus
 from ebbench.engines.vllm_command import (

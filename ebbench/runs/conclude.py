@@ -22,8 +22,7 @@ from ebbench.analysis.summary import Summary, make_summary
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices.base import Device, StepShape
-from ebbench.engines.base import EngineResult
-from ebbench.engines.checks import start_notes
+from ebbench.engines.base import EngineResult, start_notes
 from ebbench.errors import RunError
 from ebbench.records.manifest import (
     Clock,

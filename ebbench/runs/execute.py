@@ -19,8 +19,7 @@ from ebbench.analysis.metrics import Slo, parse_class_slo, refuse_unknown_classe
 from ebbench.analysis.summary import Summary, metrics_dict, summarise_phases
 from ebbench.analysis.validity import of_device
 from ebbench.devices.base import Device
-from ebbench.engines.base import Engine, EngineResult, Observer, Progress
-from ebbench.engines.checks import stated_limits, unverified_priorities
+from ebbench.engines.base import Engine, EngineResult, Observer, Progress, stated_limits, unverified_priorities
 from ebbench.engines.setup import journalled, policy_label, simulated_pools, with_step_parts, without_step_tables
 from ebbench.process.termination import held, interruptible, raise_if_stopped, signals_here
 from ebbench.records.files import TableParts

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
 
-from ebbench.engines.checks import check_counts
+from ebbench.engines.base import check_counts
 from ebbench.errors import EbbenchError, RunError, UsageError
 from ebbench.process.child import begin_pool_worker
 from ebbench.process.ray_connection import THIS_MACHINE, given_address, joined, ray_for

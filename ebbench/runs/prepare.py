@@ -16,8 +16,8 @@ from ebbench.analysis.metrics import PRICE, parse_slo, refuse_unknown_classes
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.config.topology import TopologySpec
 from ebbench.devices.base import SINGLE, Device, DeviceRequest
-from ebbench.engines.base import Engine
-from ebbench.engines.checks import (
+from ebbench.engines.base import (
+    Engine,
     check_counts,
     check_fits,
     check_options,

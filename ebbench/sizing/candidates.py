@@ -17,7 +17,7 @@ from ebbench.config.topology import parse_topology
 from ebbench.devices.capacity import batch_limits
 from ebbench.devices.costs import measured_devices
 from ebbench.devices.profiles import find_profile
-from ebbench.engines.checks import check_counts
+from ebbench.engines.base import check_counts
 from ebbench.errors import UsageError
 from ebbench.render.documents import Console
 from ebbench.render.live import Work, shown

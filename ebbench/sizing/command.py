@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbench.analysis.metrics import refuse_unknown_classes
-from ebbench.engines.base import Engine
-from ebbench.engines.checks import check_counts, refuse_undecided
+from ebbench.engines.base import Engine, check_counts, refuse_undecided
 from ebbench.engines.setup import make_engine, refuse_limits_on_tokens
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError

@@ -30,8 +30,7 @@ from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.explain import kv_pressure
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_VLLM
 from ebbench.config.topology import PoolSpec, TopologySpec
-from ebbench.engines.base import EngineResult
-from ebbench.engines.checks import check_options, rank_notes, start_notes
+from ebbench.engines.base import EngineResult, check_options, rank_notes, start_notes
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.records.manifest import phase_facts

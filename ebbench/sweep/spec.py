@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from ebbench.config.declare import DEFAULT_MODEL
-from ebbench.engines.checks import check_options
+from ebbench.engines.base import check_options
 from ebbench.engines.setup import make_engine
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml

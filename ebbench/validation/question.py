@@ -15,7 +15,7 @@ import msgspec
 from ebbench.calibration.measure import ProbeGrid, parse_grid
 from ebbench.config.declare import DEFAULT_DEVICE
 from ebbench.devices.profiles import chosen_api_server
-from ebbench.engines.checks import check_counts
+from ebbench.engines.base import check_counts
 from ebbench.engines.vllm_command import check_vllm_options, cpu_build, random_weight_options
 from ebbench.errors import DataError, RunError, UsageError
 from ebbench.records import files

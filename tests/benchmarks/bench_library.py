@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pyarrow as pa
 
-from ebbench.devices import layers, table
+from ebbench.devices import costs, layers
 from ebbench.papers.fidelity.case import Case
 from ebbench.papers.fidelity.cases import all_cases
 from ebbench.papers.fidelity.runs import run_cases
@@ -62,7 +62,7 @@ def from_library() -> Any:
     replaced = patch.multiple(
         layers, _gemm_tables=_none, _gemm_from_layers=_none, _measured=_none, shapes_measured=lambda *_: []
     )
-    stack = patch.multiple(table, surfaces=_none, has_joint_tables=lambda _: False)
+    stack = patch.multiple(costs, surfaces=_none, has_joint_tables=lambda _: False)
     joined = patch.object(layers, "select", lambda *_, **__: nothing)
     return _All((replaced, stack, joined))
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from ebbench.cli.main import app
 from ebbench.devices.loader import load_device
-from ebbench.engines.checks import refuse_simulated
+from ebbench.engines.base import refuse_simulated
 from ebbench.engines.vllm_command import EMULATED_KEY, Emulation, Serving, serve_arguments
 from ebbench.errors import UsageError
 from ebbench.records.manifest import Manifest

@@ -14,7 +14,7 @@ import pytest
 from ebbench.client import drive
 from ebbench.client.bodies import RequestBodies, png
 from ebbench.client.session_plan import plan_sessions
-from ebbench.engines.checks import IMAGES_AS_TOKENS
+from ebbench.engines.base import IMAGES_AS_TOKENS
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess

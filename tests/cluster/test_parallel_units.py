@@ -13,8 +13,8 @@ import pytest
 from ebbench.config.topology import parse_topology
 from ebbench.devices.base import Parallel, PassCost, StepShape
 from ebbench.devices.costs import TableCost
-from ebbench.devices.kerneltables import select
 from ebbench.devices.layers import Collectives, _gemm_tables
+from ebbench.devices.library import select
 from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import DATA, find_model, find_profile
 from ebbench.errors import UsageError

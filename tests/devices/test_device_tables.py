@@ -13,7 +13,7 @@ import pytest
 from ebbench.devices.base import StepShape
 from ebbench.devices.costs import TableCost, decode_shape, prefill_shape, published_calibration
 from ebbench.devices.describe import marginal_curve
-from ebbench.devices.kerneltables import SCHEMAS, kernel_table, read_table, select
+from ebbench.devices.library import SCHEMAS, kernel_table, read_table, select
 from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import DATA, find_model, find_profile
 from ebbench.devices.surfaces import US, surfaces

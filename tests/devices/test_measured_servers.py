@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ebbench.devices.base import Parallel, StepShape, quantised
-from ebbench.devices.kerneltables import select
 from ebbench.devices.layers import Collectives, nearest, scaled_times, shapes_measured, step_arrays
+from ebbench.devices.library import select
 from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import find_model, find_profile
 from ebbench.devices.surfaces import lower_envelope, without_spikes

@@ -13,7 +13,7 @@ from ebbench.cli.main import app
 from ebbench.devices.base import Parallel
 from ebbench.devices.loader import load_device
 from ebbench.engines import machine
-from ebbench.engines.checks import check_fits
+from ebbench.engines.base import check_fits
 from ebbench.engines.costs import local_hardware, serving_costs
 from ebbench.engines.sim import SimEngine
 from ebbench.engines.vllm_command import hub_name, parse_parallel, parse_types

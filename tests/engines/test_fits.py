@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from ebbench.cli.main import app
 from ebbench.devices.loader import load_device
-from ebbench.engines.checks import check_fits
+from ebbench.engines.base import check_fits
 from ebbench.engines.setup import unknown_device
 from ebbench.errors import UsageError
 from ebbench.records.run import Run

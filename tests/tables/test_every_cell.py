@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ebbench.engines.checks import check_options
+from ebbench.engines.base import check_options
 from ebbench.engines.setup import make_engine
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.registry import FIGURES, TABLES

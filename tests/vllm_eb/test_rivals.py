@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbench.engines.checks import check_options
+from ebbench.engines.base import check_options
 from ebbench.errors import UsageError
 from ebbench.records.warnings import warning
 from ebbench.spec.server import EngineOptions
