@@ -9,7 +9,7 @@ import typer
 
 from ebbench.config.options import completing
 from ebbench.process.command_line import Command
-from vllm_eb.policy import PolicySpec, descriptions, example, parse_policy, settings_in_effect, settings_of
+from vllm_eb.policy import descriptions, example, parse_policy, settings_in_effect, settings_of
 from vllm_eb.settings import text_of
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Scheduling policies and their settings.")
@@ -46,7 +46,7 @@ def show_policy(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Show what a policy does and every setting that has an effect: value, unit and range."""
-    spec = _policy_by_name(name)
+    spec = parse_policy(name if ":" in name else example(name))
     known, shown = settings_of(type(spec)), settings_in_effect(spec)
     if as_json:
         typer.echo(
@@ -75,8 +75,3 @@ def show_policy(
         table.add_row(key, "not set" if value is None else text_of(value), about.unit, about.values, about.help)
     if shown:
         console.print(table)
-
-
-def _policy_by_name(name: str) -> PolicySpec:
-    """Parse a policy; for one with required settings the bare name is sufficient."""
-    return parse_policy(name if ":" in name else example(name))

@@ -40,7 +40,7 @@ from ebbench.analysis.certainty import (
     stop_reason_of,
     test_count,
 )
-from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts
+from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread
 from ebbench.analysis.summary import Summary, named
 from ebbench.analysis.validity import by_policy, told_once
 from ebbench.records.warnings import KV_CACHE, Texts, listed_seeds
@@ -267,13 +267,9 @@ def _leads(best: Group, shown: bool) -> str:
 
 def is_shown(groups: Sequence[Group], best: Group, reference: Group, figure: Figure) -> bool:
     """Whether the difference between two policies, one of them the baseline, is significant."""
-    p = _p(groups, best, reference, figure)
-    return p is not None and p <= ALPHA
-
-
-def _p(groups: Sequence[Group], best: Group, reference: Group, figure: Figure) -> float | None:
     compared = best if reference is baseline_group(groups) else reference
-    return p_value(groups, compared.policy, figure)
+    p = p_value(groups, compared.policy, figure)
+    return p is not None and p <= ALPHA
 
 
 def _invalid(groups: Sequence[Group]) -> str:
@@ -400,40 +396,32 @@ def why(explanation: Explanation) -> list[str]:
     """How one run's time divides and what its controller decided; empty without recorded steps."""
     lines = []
     if explanation.steps is not None:
-        lines.append(_time(explanation.steps))
+        parts = []
+        shown = [(name, kind) for name, kind in explanation.steps.kinds.items() if kind.share >= NEGLIGIBLE]
+        for name, kind in sorted(shown, key=lambda item: -item[1].share):
+            holds = []
+            if kind.mean_decode_seqs >= 0.5:
+                sequences = count(kind.mean_decode_seqs)
+                holds.append(f"{sequences} {'sequence' if sequences == '1' else 'sequences'} decoding")
+            if kind.mean_prefill_tokens >= 0.5:
+                holds.append(f"{count(kind.mean_prefill_tokens)} prompt tokens")
+            load = f" with {' and '.join(holds)}" if holds else ""
+            parts.append(f"{percent(kind.share)} in {name} steps of {duration_ms(1000 * kind.mean_s)}{load}")
+        lines.append(f"Time: {'; '.join(parts)} (means over {count(explanation.steps.steps)} steps).")
         if 0 < explanation.steps.eb_share < 1:
-            lines.append(_modes(explanation.steps, explanation.decisions))
+            line = f"Mode: exclusive batches {percent(explanation.steps.eb_share)} of the time, mixed the rest"
+            switches = explanation.decisions.switches if explanation.decisions else ()
+            if switches:
+                first = switches[0]
+                times = "once" if len(switches) == 1 else f"{len(switches)} times"
+                when = "at" if len(switches) == 1 else "first at"
+                line += f"; switched {times}, {when} {first.time_s:.1f} s ({REASONS.get(first.reason, first.reason)})"
+            lines.append(f"{line}. Over time {spark(explanation.steps.eb_timeline)} (high = exclusive).")
     if explanation.decisions is not None:
         lines += _decisions(explanation.decisions, explanation.policy)
     elif explanation.steps is not None and getattr(known_policy(explanation.policy), "kind", "") == "cadence":
         lines.append(NO_PROMPT_HELD)
     return lines
-
-
-def _time(facts: StepFacts) -> str:
-    parts = []
-    shown = [(name, kind) for name, kind in facts.kinds.items() if kind.share >= NEGLIGIBLE]
-    for name, kind in sorted(shown, key=lambda item: -item[1].share):
-        holds = []
-        if kind.mean_decode_seqs >= 0.5:
-            sequences = count(kind.mean_decode_seqs)
-            holds.append(f"{sequences} {'sequence' if sequences == '1' else 'sequences'} decoding")
-        if kind.mean_prefill_tokens >= 0.5:
-            holds.append(f"{count(kind.mean_prefill_tokens)} prompt tokens")
-        load = f" with {' and '.join(holds)}" if holds else ""
-        parts.append(f"{percent(kind.share)} in {name} steps of {duration_ms(1000 * kind.mean_s)}{load}")
-    return f"Time: {'; '.join(parts)} (means over {count(facts.steps)} steps)."
-
-
-def _modes(facts: StepFacts, decisions: DecisionFacts | None) -> str:
-    line = f"Mode: exclusive batches {percent(facts.eb_share)} of the time, mixed the rest"
-    switches = decisions.switches if decisions else ()
-    if switches:
-        first = switches[0]
-        times = "once" if len(switches) == 1 else f"{len(switches)} times"
-        when = "at" if len(switches) == 1 else "first at"
-        line += f"; switched {times}, {when} {first.time_s:.1f} s ({REASONS.get(first.reason, first.reason)})"
-    return f"{line}. Over time {spark(facts.eb_timeline)} (high = exclusive)."
 
 
 def _decisions(facts: DecisionFacts, policy: str) -> list[str]:

@@ -101,7 +101,8 @@ def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = Fals
     baseline = baseline_group(groups)
     figures = _figures(groups, all_percentiles=all_percentiles)
     versus = [Column(f"vs\n{baseline.policy}", "change", key="gain")] if len(groups) > 1 else []
-    completed = any(_has_missing_requests(group) for group in groups)
+    summaries = [summary for group in groups for summary in group.summaries]
+    completed = any(summary.metrics.completed < summary.metrics.planned for summary in summaries)
     columns = (
         Column("policy", "label", fold=True),
         _OUTPUT.column(),
@@ -119,9 +120,12 @@ def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = Fals
         )
         for group in groups
     ]
-    best = _best(groups)
+    # The most goodput if limits were given, else the most output throughput; none if runs are not comparable.
+    order = ranked(groups, request_goodput) or ranked(groups)
+    comparable = len(order) > 1 and not differing(summaries) and all(summary.valid for summary in summaries)
+    best = list(groups).index(order[0]) if comparable else None
     faulty = frozenset(place for place, group in enumerate(groups) if not group.valid)
-    return Section(title, columns, tuple(rows), None if best is None else list(groups).index(best), faulty)
+    return Section(title, columns, tuple(rows), best, faulty)
 
 
 def _marked(group: Group) -> str:
@@ -309,23 +313,9 @@ def _gain(group: Group, baseline: Group) -> Value:
     return None if gain_over is None else MeanFigure(gain_over.mean, gain_over.spread)
 
 
-def _has_missing_requests(group: Group) -> bool:
-    return any(summary.metrics.completed < summary.metrics.planned for summary in group.summaries)
-
-
 def _completed(group: Group) -> str:
     done = sum(summary.metrics.completed for summary in group.summaries)
     return f"{numbers.count(done)} of {numbers.count(sum(summary.metrics.planned for summary in group.summaries))}"
-
-
-def _best(groups: Sequence[Group]) -> Group | None:
-    """The policy with the most goodput if limits were given, else with the most output throughput; None if runs are not
-    comparable."""
-    summaries = [summary for group in groups for summary in group.summaries]
-    if differing(summaries) or not all(summary.valid for summary in summaries):
-        return None
-    order = ranked(groups, request_goodput) or ranked(groups)
-    return order[0] if len(order) > 1 else None
 
 
 def legend(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) -> str:

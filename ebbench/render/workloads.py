@@ -16,7 +16,16 @@ def print_workload(name: str, described: dict[str, Any], console: Console) -> No
     console.print(f"{name}: {_request_count(described)}", markup=False)
     console.print(f"source: {facts['source']} ({facts['source_reason']})", markup=False)
     if "log" in described:
-        _print_recognised(console, described["log"])
+        log = described["log"]
+        if log["columns"]:
+            named = ", ".join(f"{role} = {column}" for role, column in log["columns"].items())
+            console.print(f"columns: {named}", markup=False)
+        console.print(f"rows: {log['rows']:,}, of which {log['requests']:,} are used", markup=False)
+        for dropped in log["dropped"]:
+            line = f"  {dropped['rows']:,} left out: {dropped['reason']} (first: line {dropped['first_line']:,})"
+            console.print(line, markup=False)
+        if keeps := log.get("failed_are_kept_with"):
+            console.print(f"  {keeps} keeps failed requests that have token counts", markup=False)
     for key in ("input_lengths", "output_lengths", "token_counts"):
         if key in facts:
             console.print(f"{key.replace('_', ' ')}: {facts[key]}", markup=False)
@@ -50,19 +59,6 @@ def _request_count(described: dict[str, Any]) -> str:
     return f"{described['requests']:,} requests in {described['sessions']:,} conversations"
 
 
-def _print_recognised(console: Console, log: dict[str, Any]) -> None:
-    """Which column holds what, and which rows were left out."""
-    if log["columns"]:
-        named = ", ".join(f"{role} = {column}" for role, column in log["columns"].items())
-        console.print(f"columns: {named}", markup=False)
-    console.print(f"rows: {log['rows']:,}, of which {log['requests']:,} are used", markup=False)
-    for dropped in log["dropped"]:
-        line = f"  {dropped['rows']:,} left out: {dropped['reason']} (first: line {dropped['first_line']:,})"
-        console.print(line, markup=False)
-    if keeps := log.get("failed_are_kept_with"):
-        console.print(f"  {keeps} keeps failed requests that have token counts", markup=False)
-
-
 def _print_traffic(console: Console, log: dict[str, Any]) -> None:
     """Gaps, burstiness, sessions, repeated prompts and the trend of the hazard."""
     if "arrivals" not in log:
@@ -72,7 +68,18 @@ def _print_traffic(console: Console, log: dict[str, Any]) -> None:
         for line in _arrival_lines(log["arrivals"]):
             console.print(line)
     if "sessions" in log:
-        console.print(_session_line(log["sessions"]))
+        sessions = log["sessions"]
+        parts = [
+            f"sessions: {sessions['sessions']:,}, {sessions['several_turns']:,} of them with several requests, "
+            f"{sessions['turns_mean']:.1f} requests per session (most: {sessions['turns_max']:,})"
+        ]
+        if "turns_with_history" in sessions:
+            parts.append(f"{sessions['turns_with_history']:.0%} of later prompts can hold the session so far")
+        if "pause_median_s" in sessions:
+            parts.append(f"pauses: median {sessions['pause_median_s']:.3g} s, mean {sessions['pause_mean_s']:.3g} s")
+        if sessions["parallel_requests"]:
+            parts.append(f"{sessions['parallel_requests']:,} requests do not wait just for the one before")
+        console.print("; ".join(parts))
     if "prefixes" in log:
         prefixes = log["prefixes"]
         console.print(
@@ -97,20 +104,6 @@ def _arrival_lines(arrivals: dict[str, Any]) -> list[str]:
     if "dispersion_per_minute" in arrivals:
         lines[1] += f"; counts per minute with a dispersion of {arrivals['dispersion_per_minute']:,.1f} (Poisson: 1)"
     return lines
-
-
-def _session_line(sessions: dict[str, Any]) -> str:
-    parts = [
-        f"sessions: {sessions['sessions']:,}, {sessions['several_turns']:,} of them with several requests, "
-        f"{sessions['turns_mean']:.1f} requests per session (most: {sessions['turns_max']:,})"
-    ]
-    if "turns_with_history" in sessions:
-        parts.append(f"{sessions['turns_with_history']:.0%} of later prompts can hold the session so far")
-    if "pause_median_s" in sessions:
-        parts.append(f"pauses: median {sessions['pause_median_s']:.3g} s, mean {sessions['pause_mean_s']:.3g} s")
-    if sessions["parallel_requests"]:
-        parts.append(f"{sessions['parallel_requests']:,} requests do not wait just for the one before")
-    return "; ".join(parts)
 
 
 # Scenarios.

@@ -211,7 +211,9 @@ def verdict_sentence(comparison: PairedComparison, policy: PolicyContrasts) -> s
     word, kept_up = verdict(contrast), kept_up + _by_drafts(policy)
     if abs(contrast.change) < TIE:
         return f"No winner: {by}.{kept_up}"
-    if _explained_by_drafts(contrast, policy):
+    gain = math.log1p(contrast.change) * (1 if is_higher_better(contrast.figure) else -1)
+    drafts = math.log1p(policy.drafts)
+    if gain * drafts > 0 and abs(gain) <= abs(drafts):
         return f"No winner among the policies: {by}.{kept_up}"
     if word in (BETTER, WORSE):
         return f"{leader} {WINS}: {by}, 95 % interval {_interval(contrast)}.{kept_up}"
@@ -227,13 +229,6 @@ def _by_drafts(policy: PolicyContrasts) -> str:
         f" Drafts: {tokens.value:.2f} tokens per step against {tokens.baseline:.2f}; up to "
         f"{numbers.change(policy.drafts)} in tokens/s comes from what was accepted, not from the policy."
     )
-
-
-def _explained_by_drafts(contrast: Contrast, policy: PolicyContrasts) -> bool:
-    """Whether the drafts alone may have made the whole difference."""
-    gain = math.log1p(contrast.change) * (1 if is_higher_better(contrast.figure) else -1)
-    drafts = math.log1p(policy.drafts)
-    return gain * drafts > 0 and abs(gain) <= abs(drafts)
 
 
 def _open_question(policy: PolicyContrasts, contrast: Contrast) -> str:
@@ -274,7 +269,12 @@ def legend(comparison: PairedComparison) -> str:
     text = f"{counted} of runs on the same plan; change: geometric mean over the pairs"
     if any(contrast.figure == DRAFTS for policy in comparison.others for contrast in policy.contrasts):
         text += "; tokens/step: output tokens over those that its steps would have made without drafts"
-    text += "".join(f"; {line}" for line in (*_skipped(comparison), *_left_out(comparison), *_gate_notes(comparison)))
+    skipped = [
+        f"{label_of(figure)} left out for {contrasts.label}: {SKIPPED[why]}"
+        for contrasts in comparison.others
+        for figure, why in contrasts.skipped.items()
+    ]
+    text += "".join(f"; {line}" for line in (*skipped, *_left_out(comparison), *_gate_notes(comparison)))
     needed = pairs_needed_by(comparison)
     if copies := max(sum(pair.copies for pair in policy.pairs) for policy in comparison.others):
         text += f"; {fact(COPIES, pairs=copies).worded(PAIRING)}"
@@ -291,15 +291,6 @@ def legend(comparison: PairedComparison) -> str:
         return f"{text}. {counted} cannot show any difference: use --repeats {needed} or more."
     detectable = "; ".join(_detectable_of(policy) for policy in comparison.others if not policy.identical)
     return f"{text}. Minimum detectable change: {detectable}." if detectable else f"{text}."
-
-
-def _skipped(comparison: PairedComparison) -> list[str]:
-    """Figures that were not compared, with the reason."""
-    return [
-        f"{label_of(figure)} left out for {contrasts.label}: {SKIPPED[why]}"
-        for contrasts in comparison.others
-        for figure, why in contrasts.skipped.items()
-    ]
 
 
 def _left_out(comparison: PairedComparison) -> list[str]:
@@ -338,20 +329,19 @@ def to_json(compared: Compared) -> dict[str, Any]:
 
     Each case has the ``warnings`` of its devices; at the top level are those of all cases.
     """
-    cases = [_case_json(comparison) for comparison in compared.comparisons]
+    cases = [
+        {
+            "title": comparison.title,
+            "baseline": comparison.baseline,
+            "environment": dict(comparison.units[0].environment),
+            "load": comparison.units[0].load,
+            "warnings": caveats([comparison]),
+            "policies": [_other_json(policy) for policy in comparison.others],
+        }
+        for comparison in compared.comparisons
+    ]
     only = cases[0] if len(cases) == 1 else {"warnings": caveats(compared.comparisons)}
     return {**only, "cases": cases, "not_compared": list(compared.alone)}
-
-
-def _case_json(comparison: PairedComparison) -> dict[str, Any]:
-    return {
-        "title": comparison.title,
-        "baseline": comparison.baseline,
-        "environment": dict(comparison.units[0].environment),
-        "load": comparison.units[0].load,
-        "warnings": caveats([comparison]),
-        "policies": [_other_json(policy) for policy in comparison.others],
-    }
 
 
 def _other_json(policy: PolicyContrasts) -> dict[str, Any]:

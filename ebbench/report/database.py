@@ -188,7 +188,12 @@ def write(result: pa.Table, form: str, output: Path | None) -> None:
 
     Raises RunError if the file cannot be written.
     """
-    result = _unique_names(result)
+    names: list[str] = []
+    taken = set(result.column_names)
+    for name in result.column_names:
+        names.append(_free(name, taken) if name in names else name)
+        taken.add(names[-1])
+    result = result.rename_columns(names)
     if form == "parquet" and output is not None:
         files.write_table(result, output)
     elif output is not None:
@@ -197,16 +202,6 @@ def write(result: pa.Table, form: str, output: Path | None) -> None:
         _print(result)
     else:
         sys.stdout.write(_text_of(result, form))
-
-
-def _unique_names(result: pa.Table) -> pa.Table:
-    """The result with unique column names: ``a``, ``a_1``, ..."""
-    names: list[str] = []
-    taken = set(result.column_names)
-    for name in result.column_names:
-        names.append(_free(name, taken) if name in names else name)
-        taken.add(names[-1])
-    return result.rename_columns(names)
 
 
 def _free(name: str, taken: set[str]) -> str:

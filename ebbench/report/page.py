@@ -262,6 +262,7 @@ def render(page: Page) -> str:
         loader=jinja2.FileSystemLoader(_PARTS), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     scripts = [library(), (_PARTS / "page.js").read_text(encoding="utf-8")]
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     text: str = environment.get_template("page.html.j2").render(
         page=asdict(page),
         present={name for name in ("classes", "sessions") if any(run[name] for run in page.runs)},
@@ -277,7 +278,10 @@ def render(page: Page) -> str:
         },
         style=(_PARTS / "page.css").read_text(encoding="utf-8"),
         scripts=scripts,
-        policy=content_policy(scripts),
+        policy=(
+            f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
+            "base-uri 'none'; form-action 'none'"
+        ),
         version=__version__,
     )
     return text
@@ -288,15 +292,6 @@ def library() -> str:
     """Vega, Vega-Lite and Vega-Embed in one script, safe inside a script element."""
     bundle: str = need("vl_convert", "the HTML report").javascript_bundle()
     return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
-
-
-def content_policy(scripts: list[str]) -> str:
-    """A content security policy without external sources and eval; it allows only scripts with these hashes."""
-    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
-    return (
-        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
-        "base-uri 'none'; form-action 'none'"
-    )
 
 
 def write(page: Page, path: Path) -> None:

@@ -136,7 +136,7 @@ def of_section(section: Section, title: str, note: str = "") -> Table:
         tuple(
             TableCell(
                 text(value, column),
-                None if column.right else _sorted_by(value),
+                None if column.right else value.value if isinstance(value, MeanFigure) else value,
                 strong=_stands_out(value, column, place in section.faulty),
             )
             for value, column in zip(row, section.columns, strict=True)
@@ -152,10 +152,6 @@ def _stands_out(value: Value, column: Column, faulty: bool) -> bool:
         done, _, planned = str(value).partition(" of ")
         return done != planned
     return faulty and column.kind == "label"
-
-
-def _sorted_by(value: Value) -> float | str | None:
-    return value.value if isinstance(value, MeanFigure) else value
 
 
 def _limits_told(cases: Sequence[ComparisonCase]) -> list[str]:
@@ -218,9 +214,9 @@ def _facts(run: Run) -> dict[str, str]:
     versions = {f"version of {name}": version for name, version in m.versions.items()}
     options = {f"option {name}": json.dumps(value) for name, value in m.options.items()}
     known = {"workload", "scenario", "seed", "source"}
-    more = {f"fact {name}": _as_text(value) for name, value in m.facts.items() if name not in known}
+    more = {
+        f"fact {name}": (value if isinstance(value, str) else json.dumps(value, default=str))
+        for name, value in m.facts.items()
+        if name not in known
+    }
     return plain | versions | options | more
-
-
-def _as_text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
