@@ -21,13 +21,10 @@ def list_policies(as_json: Annotated[bool, typer.Option("--json", help="One JSON
     if as_json:
         typer.echo(json.dumps([{"name": name, "description": text} for name, text in descriptions().items()]))
         return
-    from rich.table import Table
-
     from ebbench.render.documents import Console
+    from ebbench.render.tables import plain_table
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("policy", no_wrap=True)
-    table.add_column("what it does")
+    table = plain_table("policy", "what it does")
     for name, text in descriptions().items():
         table.add_row(name, text)
     console = Console(highlight=False)
@@ -49,17 +46,14 @@ def show_policy(
     spec = parse_policy(name if ":" in name else example(name))
     known, shown = settings_of(type(spec)), settings_in_effect(spec)
     if as_json:
-        typer.echo(
-            json.dumps(
-                {
-                    "name": spec.name,
-                    "description": spec.description,
-                    "settings": {key: getattr(spec, key) for key in shown},
-                    "units": {key: known[key].unit for key in shown if known[key].unit},
-                    "ranges": {key: known[key].values for key in shown},
-                }
-            )
-        )
+        described = {
+            "name": spec.name,
+            "description": spec.description,
+            "settings": {key: getattr(spec, key) for key in shown},
+            "units": {key: known[key].unit for key in shown if known[key].unit},
+            "ranges": {key: known[key].values for key in shown},
+        }
+        typer.echo(json.dumps(described))
         return
     from rich.table import Table
 

@@ -78,8 +78,7 @@ def show(
     scenario = "saturated" if logged is not None and "arrivals" not in logged else None
     plan = build_plan(
         name, scenario, columns=columns, num_prompts=num_prompts, seed=seed, source=source, input_len=input_len,
-        output_len=output_len,
-        length_distribution=length_distribution, tokenizer=tokenizer,
+        output_len=output_len, length_distribution=length_distribution, tokenizer=tokenizer,
         time_unit=None if scenario else time_unit, with_text=False,
     )  # fmt: skip
     warnings = [said.to_dict(str(said)) for said in plan.warnings]
@@ -88,8 +87,8 @@ def show(
         described["log"] = logged
     if as_json:
         typer.echo(json.dumps(described))
-        return
-    print_workload(name, described, Console(highlight=False))
+    else:
+        print_workload(name, described, Console(highlight=False))
 
 
 @app.command("fit", cls=Command)

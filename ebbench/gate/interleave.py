@@ -24,9 +24,9 @@ from ebbench.analysis.verdict import (
     pairs_needed,
     require_comparable,
 )
-from ebbench.errors import RunError, UsageError
+from ebbench.errors import DataError, RunError, UsageError
 from ebbench.gate.baselines import stored_units
-from ebbench.gate.verdicts import VERDICTS
+from ebbench.gate.verdicts import VERDICTS, VerdictFiles
 from ebbench.process.child import run_supervised
 from ebbench.records import files
 from ebbench.records.files import sole_use
@@ -145,6 +145,20 @@ class GateSides:
             before if ours is None else of_policy(before, ours, "baseline"),
             after if theirs is None else of_policy(after, theirs, "candidate"),
         )
+
+
+def measured_and_judged(sides: GateSides, wanted: PairsWanted, files: VerdictFiles, messages: Console) -> Verdict:
+    """Measure the pairs that are wanted, and judge them. Raises UsageError, DataError, RunError.
+
+    ``files``: why there is no verdict is written there.
+    """
+    try:
+        if wanted.given:
+            measure(sides, wanted, messages)
+        return sides.judged()
+    except (DataError, RunError) as error:
+        files.write_error(error)
+        raise
 
 
 def measure(sides: GateSides, wanted: PairsWanted, messages: Console) -> None:

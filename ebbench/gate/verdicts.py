@@ -27,8 +27,17 @@ from ebbench.gate.self_test import SelfTest, TrialTally
 from ebbench.records import files
 from ebbench.records.warnings import Fact, RunWarning, Texts
 from ebbench.render import numbers
-from ebbench.render.documents import section_tables
+from ebbench.render.documents import Console, section_tables
 from ebbench.render.sentences import PAIRING, SKIPPED
+
+
+def write_self_test(done: SelfTest, path: Path | None, messages: Console) -> None:
+    """Write :func:`self_test_page` to ``path``, else to stdout. Raises RunError."""
+    if path is None:
+        print(self_test_page(done))
+        return
+    files.write_text(self_test_page(done), path)
+    messages.say(f"wrote {path}")
 
 
 def self_test_page(done: SelfTest) -> str:
