@@ -469,7 +469,7 @@ def time_note(facts: Mapping[str, Any]) -> str:
     unit = facts.get("time_unit")
     if unit is None:
         return ""
-    from ebbench.workloads.trace_times import NAMES, short_number
+    from ebbench.workloads.recorded import NAMES, short_number
 
     rate = facts["trace_requests_per_s"]
     what = f"{facts['trace_requests']:,} requests over {short_number(facts['trace_span_s'])} s"

@@ -13,8 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ebbench.analysis.cases import TIE, alike, partition
-from ebbench.analysis.certainty import ALPHA, pairs_needed, two_sided_p
+from ebbench.analysis.cases import ALPHA, TIE, alike, pairs_needed, partition, two_sided_p
 from ebbench.analysis.environment import differences, listed, remedy
 from ebbench.analysis.statistics import confidence_sequence, detectable_loss, holm, paired_t
 from ebbench.analysis.units import DRAFTS, FIGURES, GateUnit, load_units
@@ -64,7 +63,7 @@ class PolicyContrasts:
     some runs have or that cannot be compared, with the reason.
 
     ``deciding``: the figure that decides which is better, by the rule of ``show``
-    (:func:`ebbench.analysis.certainty.deciding_figure`). ``worse``: figures in which the gate's one-sided test
+    (:func:`ebbench.analysis.cases.deciding_figure`). ``worse``: figures in which the gate's one-sided test
     finds the policy worse, with its p-value. ``left_out``: runs that are in no pair.
     ``drafts``: change in tokens per step by what was accepted of drafts, as a share; 0 where alike.
     """

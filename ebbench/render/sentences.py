@@ -1,6 +1,6 @@
 """Results in sentences: which policy is ahead, by how much, how certainly, why, and caveats.
 
-A policy *wins* if the difference is shown (:mod:`ebbench.analysis.certainty`), else it *is ahead*. ``show``,
+A policy *wins* if the difference is shown (:mod:`ebbench.analysis.cases`), else it *is ahead*. ``show``,
 the HTML page and ``compare`` use these sentences.
 
 Pure functions from data to lines of text without markup, so that a name cannot inject styles.
@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from ebbench.analysis.cases import (
+    ALPHA,
     MEASUREMENT,
     TIE,
     ComparisonCase,
@@ -21,22 +22,19 @@ from ebbench.analysis.cases import (
     Group,
     all_keep_up,
     baseline_group,
+    deciding_figure,
     differing,
     gain,
+    identical,
+    log_ratios,
     output_throughput,
+    p_value,
+    pairs_for,
+    pairs_needed,
     ranked,
     request_goodput,
     request_time,
     steady_throughput,
-)
-from ebbench.analysis.certainty import (
-    ALPHA,
-    deciding_figure,
-    identical,
-    log_ratios,
-    p_value,
-    pairs_for,
-    pairs_needed,
     stop_reason_of,
     test_count,
 )

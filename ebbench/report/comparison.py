@@ -11,8 +11,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ebbench.analysis.cases import TIE
-from ebbench.analysis.certainty import ALPHA
+from ebbench.analysis.cases import ALPHA, TIE
 from ebbench.analysis.documents import Column, Document, Section, Value
 from ebbench.analysis.paired import (
     REQUEST_TIME,
@@ -33,7 +32,7 @@ from ebbench.render import numbers
 from ebbench.render.documents import section_tables
 from ebbench.render.report import notes as titled
 from ebbench.render.sentences import AHEAD, PAIRING, SKIPPED, WINS
-from ebbench.report import page_tables
+from ebbench.report import page_data
 
 BETTER, WORSE, UNDECIDED, IDENTICAL = "better", "worse", "undecided", "identical"
 """Words for a significant difference, for one that may be chance, and for none in any pair."""
@@ -311,16 +310,16 @@ def _detectable_of(policy: PolicyContrasts) -> str:
     return f"{policy.label} {', '.join(known) or 'none'}"
 
 
-def tables(compared: Compared) -> list[page_tables.Table]:
+def tables(compared: Compared) -> list[page_data.Table]:
     """The comparisons with several pairs as tables of the HTML page."""
     page = []
     for comparison in compared.comparisons:
         if max(len(policy.pairs) for policy in comparison.others) > 1:
             sections = [_section(comparison, policy) for policy in comparison.others]
             sentences = [verdict_sentence(comparison, policy) for policy in comparison.others]
-            page += [page_tables.of_section(section, f"Paired: {section.title}") for section in sections[:-1]]
+            page += [page_data.of_section(section, f"Paired: {section.title}") for section in sections[:-1]]
             note = " ".join([*sentences, legend(comparison)])
-            page.append(page_tables.of_section(sections[-1], f"Paired: {sections[-1].title}", note))
+            page.append(page_data.of_section(sections[-1], f"Paired: {sections[-1].title}", note))
     return page
 
 
@@ -361,7 +360,7 @@ def _other_json(policy: PolicyContrasts) -> dict[str, Any]:
     }
 
 
-def paired_tables(runs: Sequence[Run]) -> tuple[list[page_tables.Table], list[str]]:
+def paired_tables(runs: Sequence[Run]) -> tuple[list[page_data.Table], list[str]]:
     """The paired comparison for a page, where there is one; why not, where runs of several policies do not compare."""
     if len({run.manifest.policy for run in runs}) < 2:
         return [], []

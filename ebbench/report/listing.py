@@ -17,7 +17,7 @@ from ebbench.foreign.documents import visible
 from ebbench.records.run import Run, find_runs, read_manifest
 from ebbench.render import numbers
 from ebbench.render.documents import Console, narrowed, rendered, section_tables
-from ebbench.report.page_tables import shown_runs
+from ebbench.report.page_data import shown_runs
 from ebbench.runs.stored import Listing, StoredRun, check_free, listed, remove
 from ebbench.sizing.chart import stored_capacity
 from ebbench.sizing.sentences import load

@@ -18,8 +18,7 @@ from ebbench.records import files
 from ebbench.render import figures, numbers, palette
 from ebbench.render.documents import rendered
 from ebbench.report import page
-from ebbench.report.page_data import Page
-from ebbench.report.page_tables import SearchSection, of_section
+from ebbench.report.page_data import Page, SearchSection, of_section
 
 EXIT_CODES = {"": 0, "worse": 1, "doubt": 5}
 """Of ``--alert``: as those of the gate."""

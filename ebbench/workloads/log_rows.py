@@ -18,9 +18,8 @@ import pyarrow as pa
 from ebbench.errors import InputFileError
 from ebbench.workloads.files import LogFile
 from ebbench.workloads.options import TIME_UNITS
-from ebbench.workloads.recorded import MOST_CLASSES, Dropped, Reading, Recorded
+from ebbench.workloads.recorded import MOST_CLASSES, Dropped, Reading, Recorded, StampColumn, Stamps, TimeReading
 from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, ints, strings
-from ebbench.workloads.trace_times import StampColumn, Stamps, TimeReading
 
 _NO_SESSION, _NO_IDS, _UNKNOWN = -1, -1, float("nan")
 _LARGE_ID = 1 << 40
