@@ -19,7 +19,7 @@ from ebbench.errors import InputFileError
 from ebbench.workloads.files import LogFile
 from ebbench.workloads.options import TIME_UNITS
 from ebbench.workloads.recorded import MOST_CLASSES, Dropped, Reading, Recorded, StampColumn, Stamps, TimeReading
-from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, ints, strings
+from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, int_lists_of, ints, strings
 
 _NO_SESSION, _NO_IDS, _UNKNOWN = -1, -1, float("nan")
 _LARGE_ID = 1 << 40
@@ -287,13 +287,18 @@ def arranged(rows: Collected, start_s: Floats | None, end_s: Floats | None) -> R
     first = turn == 0
     starts_s = times[order]
     own_times = start_s is not None and rows.sessions and end_s is not None
+    hash_ids = None
+    if rows.hash_counts:
+        counts = rows.ids_per_row
+        lists = int_lists_of(np.asarray(rows.hash_flat, np.int64), np.maximum(counts, 0), counts >= 0)
+        hash_ids = lists.take(ints(order, pa.int64()))
     return Requests(
         session,
         turn,
         inputs,
         outputs,
         prompt=strings_or_null([rows.prompts[row] for row in order]) if rows.prompts else None,
-        hash_ids=_hash_ids(rows, order),
+        hash_ids=hash_ids,
         block_tokens=rows.block_tokens,
         content=_contents(session, turn, inputs, outputs, after) if rows.sessions else None,
         arrival_s=None if start_s is None else starts_s[first],
@@ -416,22 +421,3 @@ def _parallel(first: int, start_s: Floats, end_s: Floats, pause: Floats, after: 
             latest = [max(earlier for _, earlier in ended[bisect_left(ended, (starts[newest], -1)) :])]
         after[first + turn] = None if latest == [turn - 1] else latest
         pause[first + turn] = starts[turn] - ended[-1][0]
-
-
-def _hash_ids(rows: Collected, order: Int64s) -> pa.Array | None:
-    if not rows.hash_counts:
-        return None
-    flat = ints(np.asarray(rows.hash_flat, np.int64), pa.int64())
-    counts = rows.ids_per_row
-    ends = np.concatenate([[0], np.cumsum(np.maximum(counts, 0))])
-    missing = counts < 0
-    lists = pa.Array.from_buffers(
-        pa.list_(pa.int64()),
-        len(rows),
-        [
-            pa.py_buffer(np.packbits(~missing, bitorder="little")) if missing.any() else None,
-            pa.py_buffer(ends.astype(np.int32)),
-        ],
-        children=[flat],
-    )
-    return lists.take(ints(order, pa.int64()))
