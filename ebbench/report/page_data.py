@@ -46,7 +46,10 @@ class SearchSection:
 def search_sections(paths: Sequence[Path]) -> tuple[SearchSection, ...]:
     """The searches whose directories are among ``paths``. Raises DataError for a damaged file of results."""
     searches = [rows for path in paths if (rows := load(path))]
-    return tuple(SearchSection(_table(rows), _lines(rows), _chart(rows)) for rows in searches)
+    return tuple(
+        SearchSection(_table(rows), _lines(rows), chart.curves(rows).to_dict(validate=False) | {"background": None})
+        for rows in searches
+    )
 
 
 def shown_runs(path: Path) -> list[Path]:
@@ -89,11 +92,6 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _chart(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    specification: dict[str, Any] = chart.curves(rows).to_dict(validate=False)
-    return specification | {"background": None}
-
-
 @dataclass(frozen=True)
 class TableCell:
     """A table cell: the displayed text, and the value that it is sorted by."""
@@ -116,9 +114,19 @@ class Table:
 def comparison_tables(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) -> tuple[Table, ...]:
     """One table per load and environment, with the rows and columns of the terminal output."""
     document = tables.comparison(cases, all_percentiles=all_percentiles)
-    notes = " ".join((*document.notes, *_limits_told(cases)))
-    sections = [of_section(section, _titled("Comparison", section.title)) for section in document.sections]
-    return (*sections[:-1], replace(sections[-1], note=notes))
+    notes = list(document.notes)
+    given = {summary.slo for case in cases for summary in case.summaries if summary.slo}
+    if len(given) > 1:
+        notes.append(
+            "Limits differ between the runs, so goodput and SLO met do not compare (--goodput gives all the same)."
+        )
+    elif given:
+        notes.append(f"Limits: {given.pop()} ms.")
+    sections = [
+        of_section(section, f"Comparison: {section.title}" if section.title else "Comparison")
+        for section in document.sections
+    ]
+    return (*sections[:-1], replace(sections[-1], note=" ".join(notes)))
 
 
 _PART_NOTES = {
@@ -132,10 +140,6 @@ def part_tables(cases: Sequence[ComparisonCase]) -> tuple[Table, ...]:
     """Tables by phase, by class of requests and by session, as far as a case has several of them."""
     sections = [section for case in cases for section in tables.parts(case)]
     return tuple(of_section(part, part.title, _PART_NOTES[part.title.split()[1].rstrip(":")]) for part in sections)
-
-
-def _titled(what: str, title: str) -> str:
-    return f"{what}: {title}" if title else what
 
 
 def of_section(section: Section, title: str, note: str = "") -> Table:
@@ -161,13 +165,6 @@ def _stands_out(value: Value, column: Column, faulty: bool) -> bool:
         done, _, planned = str(value).partition(" of ")
         return done != planned
     return faulty and column.kind == "label"
-
-
-def _limits_told(cases: Sequence[ComparisonCase]) -> list[str]:
-    given = {summary.slo for case in cases for summary in case.summaries if summary.slo}
-    if len(given) > 1:
-        return ["Limits differ between the runs, so goodput and SLO met do not compare (--goodput gives all the same)."]
-    return [f"Limits: {given.pop()} ms."] if given else []
 
 
 def failures_tables(summaries: Sequence[Summary], labels: Sequence[str]) -> tuple[Table, ...]:
@@ -302,12 +299,21 @@ def report_page(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None,
 def latency_curves(
     cases: Sequence[ComparisonCase], runs: Sequence[Run]
 ) -> tuple[tuple[str, ...], dict[str, list[Row]]]:
-    """A label per run in the order of the cases, and the points of the distributions by chart: cdf_ttft and so on."""
+    """A label per run in the order of the cases, and the points of the distributions by chart: cdf_ttft and so on.
+
+    A label is the series, with the seed or a number if a series has several runs, so that it is unique.
+    """
     placed = [(place, group) for place, case in enumerate(cases) for group in case.groups]
     summaries = [summary for _, group in placed for summary in group.summaries]
     curves = [(place, group.policy) for place, group in placed for _ in group.summaries]
-    labels = _labels([_series(cases[place], group) for place, group in placed for _ in group.summaries], summaries)
-    return labels, _cdfs(labels, curves, _in_order(cases, runs))
+    series = [_series(cases[place], group) for place, group in placed for _ in group.summaries]
+    several = len(set(series)) < len(series)
+    labels: list[str] = []
+    for name, summary in zip(series, summaries, strict=True):
+        label = f"{name} seed {summary.seed}" if several else name
+        same = sum(known == label or known.startswith(f"{label} #") for known in labels)
+        labels.append(f"{label} #{same + 1}" if same else label)
+    return tuple(labels), _cdfs(labels, curves, _in_order(cases, runs))
 
 
 def _in_order(cases: Sequence[ComparisonCase], runs: Sequence[Run]) -> list[Run]:
@@ -325,17 +331,6 @@ def _title(summaries: Sequence[Summary]) -> str:
 def _series(case: ComparisonCase, group: Group) -> str:
     """Name of a policy's runs, with load and environment if there are several cases."""
     return f"{group.policy} ({case.title})" if case.title else group.policy
-
-
-def _labels(series: Sequence[str], summaries: Sequence[Summary]) -> tuple[str, ...]:
-    """One unique label per run: the series, with the seed or a number if the series has several runs."""
-    several = len(set(series)) < len(series)
-    labels: list[str] = []
-    for name, summary in zip(series, summaries, strict=True):
-        label = f"{name} seed {summary.seed}" if several else name
-        same = sum(known == label or known.startswith(f"{label} #") for known in labels)
-        labels.append(f"{label} #{same + 1}" if same else label)
-    return tuple(labels)
 
 
 def _explanations(case: ComparisonCase) -> list[tuple[str, tuple[str, ...]]]:
