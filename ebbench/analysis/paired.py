@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import geometric_mean
 
 from ebbench.analysis.cases import ALPHA, TIE, alike, pairs_needed, partition, two_sided_p
 from ebbench.analysis.environment import differences, listed, remedy
@@ -112,16 +113,12 @@ def load_groups(arguments: Sequence[tuple[Path, Sequence[Path]]]) -> dict[str, l
     for place, (_, paths) in enumerate(arguments):
         for unit in load_units(paths):
             by_place.setdefault((unit.policy, place), []).append(unit)
-    return _merged(by_place, [called for called, _ in arguments])
-
-
-def _merged(by_place: Mapping[tuple[str, int], list[GateUnit]], paths: Sequence[Path]) -> dict[str, list[GateUnit]]:
-    """Merge arguments that hold different plans of one policy; if a plan occurs twice, they stay separate groups."""
+    # Arguments that hold different plans of one policy are merged; if a plan occurs twice, they stay separate groups.
     groups: dict[str, list[GateUnit]] = {}
     for (policy, place), units in by_place.items():
         before = groups.get(policy, [])
         repeated = {unit.plan_hash for unit in before} & {unit.plan_hash for unit in units}
-        label = policy if not repeated else _label(policy, paths[place], groups)
+        label = policy if not repeated else _label(policy, arguments[place][0], groups)
         groups.setdefault(label, []).extend(units)
     return groups
 
@@ -203,22 +200,18 @@ def _policy_contrasts(label: str, pairs: Sequence[Pair]) -> PolicyContrasts:
     losses_by_figure = {figure: paired_losses(figure, pairs) for figure in figures}
     skipped = {figure: losses for figure, losses in losses_by_figure.items() if isinstance(losses, str)}
     contrasts = [_contrast(figure, pairs) for figure in losses_by_figure if figure not in skipped]
-    deciding = _deciding(contrasts, pairs)
+    # Goodput if limits were given and it differs, request time if both keep up with the arrivals, else throughput.
+    sides = [[pair.baseline.steady_rate for pair in pairs], [pair.candidate.steady_rate for pair in pairs]]
+    known = [[rate for rate in side if rate is not None] for side in sides]
+    deciding = THROUGHPUT
+    if any(contrast.figure == GOODPUT and abs(contrast.change) >= TIE for contrast in contrasts):
+        deciding = GOODPUT
+    elif all(len(side) == len(pairs) for side in known) and alike([math.fsum(side) / len(side) for side in known]):
+        deciding = THROUGHPUT if isinstance(paired_losses(REQUEST_TIME, pairs), str) else REQUEST_TIME
     if deciding == REQUEST_TIME:
         contrasts.append(_contrast(deciding, pairs))
     worse, drafts = worse_by_gate(pairs), math.expm1(drafts_apart(pairs))
     return PolicyContrasts(label, tuple(pairs), tuple(contrasts), skipped, deciding, worse, drafts=drafts)
-
-
-def _deciding(contrasts: Sequence[Contrast], pairs: Sequence[Pair]) -> str:
-    """Goodput if limits were given and it differs, request time if both keep up with the arrivals, else throughput."""
-    if any(contrast.figure == GOODPUT and abs(contrast.change) >= TIE for contrast in contrasts):
-        return GOODPUT
-    sides = [[pair.baseline.steady_rate for pair in pairs], [pair.candidate.steady_rate for pair in pairs]]
-    known = [[rate for rate in side if rate is not None] for side in sides]
-    if all(len(side) == len(pairs) for side in known) and alike([math.fsum(side) / len(side) for side in known]):
-        return THROUGHPUT if isinstance(paired_losses(REQUEST_TIME, pairs), str) else REQUEST_TIME
-    return THROUGHPUT
 
 
 def _contrast(figure: str, pairs: Sequence[Pair]) -> Contrast:
@@ -229,8 +222,8 @@ def _contrast(figure: str, pairs: Sequence[Pair]) -> Contrast:
     interval = confidence_sequence(logs) if sequential and several else paired_t(logs)
     return Contrast(
         figure=figure,
-        baseline=math.exp(math.fsum(math.log(before) for before, _ in known) / len(known)),
-        value=math.exp(math.fsum(math.log(after) for _, after in known) / len(known)),
+        baseline=geometric_mean(before for before, _ in known),
+        value=geometric_mean(after for _, after in known),
         change=math.expm1(interval.mean),
         low=math.expm1(interval.low) if math.isfinite(interval.low) else None,
         high=math.expm1(interval.high) if math.isfinite(interval.high) else None,

@@ -78,10 +78,18 @@ def recoveries(run: Run) -> tuple[Recovery, ...]:
     last_tokens_s = np.sort(columns.last_token[columns.ok]) / 1e9
     phases = []
     for name, start, end in spans:
-        phase = _recovery(name, start, end, times_s, cumulative, changes)
-        ended = np.searchsorted(last_tokens_s, [start, start + phase.controller_s], "right")
+        inside = changes[(changes > start) & (changes < end)]
+        controller_s = float(inside[-1]) - start if len(inside) else 0.0
+        ended = np.searchsorted(last_tokens_s, [start, start + controller_s], "right")
+        phase = _recovery(name, start, end, times_s, cumulative)
         phases.append(
-            replace(phase, ttft_recovery_s=ttft_recovery(columns, name), controller_requests=int(ended[1] - ended[0]))
+            replace(
+                phase,
+                ttft_recovery_s=ttft_recovery(columns, name),
+                controller_s=controller_s,
+                controller_requests=int(ended[1] - ended[0]),
+                switches=len(inside),
+            )
         )
     return tuple(phases)
 
@@ -148,23 +156,14 @@ def mode_changes(run: Run) -> npt.NDArray[np.float64]:
 
 
 def _recovery(
-    name: str,
-    start: float,
-    end: float,
-    times_s: npt.NDArray[np.float64],
-    cumulative: npt.NDArray[np.float64],
-    changes: npt.NDArray[np.float64],
+    name: str, start: float, end: float, times_s: npt.NDArray[np.float64], cumulative: npt.NDArray[np.float64]
 ) -> Recovery:
-    inside = changes[(changes > start) & (changes < end)]
     span = end - start
 
     def done(at: npt.NDArray[np.float64] | float) -> npt.NDArray[np.float64]:
         return np.asarray(cumulative[np.searchsorted(times_s, at, "right")])
 
-    phase = Recovery(
-        name, start, end, float(done(end) - done(start)) / span if span else None,
-        controller_s=float(inside[-1]) - start if len(inside) else 0.0, switches=len(inside),
-    )  # fmt: skip
+    phase = Recovery(name, start, end, float(done(end) - done(start)) / span if span else None)
     window = max(WINDOW_S, WINDOW_SHARE * span)
     if span < 4 * window:
         return phase

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import geometric_mean
 from typing import Literal
 
 from msgspec import to_builtins
@@ -376,8 +377,9 @@ def _judged(
     return Judged(
         figure=figure,
         gated=gated,
-        baseline=_typical([pair.baseline.figures[figure] for pair in pairs]),
-        candidate=_typical([pair.candidate.figures[figure] for pair in pairs]),
+        # The geometric means, which correspond to the mean log ratio.
+        baseline=geometric_mean(value for pair in pairs if (value := pair.baseline.figures[figure])),
+        candidate=geometric_mean(value for pair in pairs if (value := pair.candidate.figures[figure])),
         losses=losses,
         loss=math.expm1(interval.mean),
         low=_share(interval.low),
@@ -479,7 +481,9 @@ def _notes(pairs: Sequence[Pair]) -> tuple[Fact, ...]:
     if copies := sum(pair.copies for pair in pairs):
         notes.append(fact(COPIES, pairs=copies))
     real = [pair for pair in pairs if not pair.baseline.virtual]
-    if real and not _interleaved(real):
+    before = [pair.baseline.anchor_unix_ns for pair in real]
+    after = [pair.candidate.anchor_unix_ns for pair in real]
+    if len(real) > 1 and (max(before) < min(after) or max(after) < min(before)):
         notes.append(fact("not_interleaved"))
     return (*notes, *_about_server(real))
 
@@ -503,22 +507,9 @@ def _about_server(pairs: Sequence[Pair]) -> list[Fact]:
     return notes + [warning for unit in units for warning in unit.about_server if warning.code in codes]
 
 
-def _interleaved(pairs: Sequence[Pair]) -> bool:
-    """Whether the sides alternate in time."""
-    before = [pair.baseline.anchor_unix_ns for pair in pairs]
-    after = [pair.candidate.anchor_unix_ns for pair in pairs]
-    return len(pairs) < 2 or not (max(before) < min(after) or max(after) < min(before))
-
-
 def _spread(losses: Sequence[float]) -> float:
     mean = math.fsum(losses) / len(losses)
     return math.sqrt(math.fsum((x - mean) ** 2 for x in losses) / (len(losses) - 1)) if len(losses) > 1 else 0.0
-
-
-def _typical(values: Sequence[float | None]) -> float:
-    """Geometric mean, which corresponds to the mean log ratio."""
-    known = [math.log(value) for value in values if value]
-    return math.exp(math.fsum(known) / len(known))
 
 
 def _share(log_loss: float) -> float:
