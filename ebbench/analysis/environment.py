@@ -104,6 +104,11 @@ def load_of_run(manifest: Manifest) -> LoadFacts:
     levels = {phase.max_concurrency for phase in manifest.phases}
     rates: Mapping[str, Any] = facts.get("phase_rates") or {}
     ways = {"input_lengths": "in", "output_lengths": "out"}
+    trace_rate = _number(facts.get("trace_requests_per_s"))
+    begun_before = ""
+    if facts.get("begun_before"):
+        where = f"in {facts['session_start']} of their course, {facts['primed_tokens']:,} tokens cached"
+        begun_before = f"{facts['begun_before']:,} sessions begun before ({where})"
     return LoadFacts(
         sessions=sum(phase.sessions for phase in manifest.phases)
         or int(facts.get("sessions") or manifest.rows.get("plan", 0)),
@@ -120,24 +125,10 @@ def load_of_run(manifest: Manifest) -> LoadFacts:
         sessions_by_seed=bool(facts.get("sessions_by_seed")),
         duration_s=_number(facts.get("duration_s")),
         trace=time_note(facts),
-        trace_rate=_trace_rate(facts),
+        trace_rate=None if trace_rate is None else trace_rate * (_number(facts.get("speed")) or 1.0),
         single_requests=facts.get("requests") == facts.get("sessions", 0),
-        begun_before=_begun_before(facts),
+        begun_before=begun_before,
     )
-
-
-def _begun_before(facts: Mapping[str, Any]) -> str:
-    """How many sessions had begun before the run, and what of them was cached; empty without."""
-    if not facts.get("begun_before"):
-        return ""
-    where = f"in {facts['session_start']} of their course"
-    return f"{facts['begun_before']:,} sessions begun before ({where}, {facts['primed_tokens']:,} tokens cached)"
-
-
-def _trace_rate(facts: Mapping[str, Any]) -> float | None:
-    """Requests/s of a replayed trace; None without a trace, or if all requests have the same time."""
-    rate = _number(facts.get("trace_requests_per_s"))
-    return None if rate is None else rate * (_number(facts.get("speed")) or 1.0)
 
 
 @dataclass(frozen=True)
@@ -307,6 +298,12 @@ UNKNOWN_DEVICE = "unknown"
 
 def run_environment(manifest: Manifest) -> dict[str, str]:
     """Conditions as text; a condition that a run does not record is empty and agrees only with an empty one."""
+    # What tells the device from others of its name: an own profile's numbers, or the machine of a server. Two servers
+    # whose device nobody stated are not comparable across machines, however alike their addresses are.
+    unstated = manifest.device == UNKNOWN_DEVICE and not manifest.facts.get("host_label")
+    machine = manifest.facts.get("server_machine") if unstated else None
+    facts = (machine or manifest.facts.get("device_profile"), manifest.facts.get("kernel_library"))
+    known = ", ".join(filter(None, facts))
     in_effect = _in_effect(manifest).items()
     options = {name: value for name, value in in_effect if later_options().get(name, UNKNOWN) != value}
     options |= {name: manifest.facts[name] for name in JOINED if name in manifest.facts}
@@ -314,7 +311,7 @@ def run_environment(manifest: Manifest) -> dict[str, str]:
     estimated = "estimated tokens" if manifest.facts.get(ESTIMATED) else ""
     return {
         "engine": manifest.engine,
-        "device": _device(manifest),
+        "device": f"{manifest.device} ({known})" if known else manifest.device,
         "driver": _recorded(manifest, "driver"),
         "vllm": _recorded(manifest, "vllm"),
         "model": _model(manifest),
@@ -334,18 +331,6 @@ def run_host(manifest: Manifest) -> str:
     if not label and manifest.device != UNKNOWN_DEVICE:
         label = facts.get("server_machine")
     return str(label or UNKNOWN)
-
-
-def _device(manifest: Manifest) -> str:
-    """The device with what tells it from others of its name: an own profile's numbers, or the machine of a server.
-
-    Two servers whose device nobody stated are not comparable across machines, however alike their addresses are.
-    """
-    unstated = manifest.device == UNKNOWN_DEVICE and not manifest.facts.get("host_label")
-    machine = manifest.facts.get("server_machine") if unstated else None
-    facts = (machine or manifest.facts.get("device_profile"), manifest.facts.get("kernel_library"))
-    known_facts = ", ".join(filter(None, facts))
-    return f"{manifest.device} ({known_facts})" if known_facts else manifest.device
 
 
 def _model(manifest: Manifest) -> str:

@@ -124,15 +124,12 @@ def _repeat(groups: Sequence[Group]) -> list[str]:
         for group in others
         if group not in same and not stop_reason_of(groups, group) and (logs := log_ratios(group, baseline, figure))
     }
-    lines = [_identical([baseline.policy, *(group.policy for group in same)])] if same else []
-    return lines + _more_pairs(unsettled, baseline.policy, test_count(groups))
-
-
-def _identical(policies: Sequence[str]) -> str:
-    return (
-        f"{listed(policies)} have the same figures in every pair of runs: under this load they behave identically, so "
-        "repeats show no difference."
-    )
+    lines = _more_pairs(unsettled, baseline.policy, test_count(groups))
+    if not same:
+        return lines
+    alike = listed([baseline.policy, *(group.policy for group in same)])
+    identically = "under this load they behave identically, so repeats show no difference."
+    return [f"{alike} have the same figures in every pair of runs: {identically}", *lines]
 
 
 def _more_pairs(unsettled: Mapping[str, Sequence[float]], baseline: str, tests: int) -> list[str]:
@@ -229,12 +226,15 @@ def verdict(groups: Sequence[Group]) -> Verdict:
     order = ranked(groups)
     if not any(summary.metrics.completed for summary in summaries):
         return Verdict(["No policy completed a request, so there is nothing to compare."])
-    if len(groups) > 1 and (invalid := _invalid(groups)):
+    invalid = _policies_that_are(groups, lambda summary: not summary.valid, "INVALID")
+    if len(groups) > 1 and invalid:
         return Verdict([f"No winner: {invalid}, and an INVALID run is never compared."])
     if len(groups) == 1 and order:
         return Verdict([_single(order[0]), *_worst_classes(groups)])
     if len(order) < len(groups):
-        return Verdict([f"No winner: {_unfinished(groups)}, so there is no figure to compare."])
+        nothing = "without a completed request"
+        idle = _policies_that_are(groups, lambda summary: output_throughput(summary.metrics) is None, nothing)
+        return Verdict([f"No winner: {idle}, so there is no figure to compare."])
     decided = _within_limits(groups) or (_fastest(order) if all_keep_up(order) else None)
     if decided is not None:
         return Verdict([*decided.lines, *_limits(groups)], decided.shown)
@@ -247,10 +247,12 @@ def verdict(groups: Sequence[Group]) -> Verdict:
         tie = f"No winner: {best.policy} and {reference.policy} differ by {percent(lead.mean)}."
         return Verdict([tie, *_runners_up(order), *_limits(groups)])
     shown = is_shown(groups, best, reference, output_throughput)
+    steady_gain = gain(best, reference, steady_throughput)
+    inside = "" if steady_gain is None else f"; inside the steady window {change(steady_gain.mean)}"
     lines = [
         f"{_leads(best, shown)}: {rate(best.mean(output_throughput))} output tokens/s "
         f"over the whole run, {change(lead.mean)}{_uncertainty(lead)} over {reference.policy} "
-        f"({rate(reference.mean(output_throughput))}){_steady(best, reference)}."
+        f"({rate(reference.mean(output_throughput))}){inside}."
     ]
     return Verdict([*lines, *_runners_up(order), _latencies(best, reference), *_limits(groups)], shown)
 
@@ -270,19 +272,8 @@ def is_shown(groups: Sequence[Group], best: Group, reference: Group, figure: Fig
     return p is not None and p <= ALPHA
 
 
-def _invalid(groups: Sequence[Group]) -> str:
-    """Names of policies with INVALID runs, with the seeds if other runs are valid."""
-    return _policies_that_are(groups, lambda summary: not summary.valid, "INVALID")
-
-
-def _unfinished(groups: Sequence[Group]) -> str:
-    """Names of policies without a completed request, with the seeds if other runs have some."""
-    return _policies_that_are(
-        groups, lambda summary: output_throughput(summary.metrics) is None, "without a completed request"
-    )
-
-
 def _policies_that_are(groups: Sequence[Group], apart: Callable[[Summary], bool], word: str) -> str:
+    """Names of policies with such runs, with the seeds if other runs are not; empty without any."""
     policies = []
     for group in groups:
         seeds = [str(summary.seed) for summary in group.summaries if apart(summary)]
@@ -365,11 +356,6 @@ def _within_limits(groups: Sequence[Group]) -> Verdict | None:
 
 def _uncertainty(gain_over: Gain) -> str:
     return "" if gain_over.spread is None else f" (± {percent(gain_over.spread)} between seeds)"
-
-
-def _steady(best: Group, reference: Group) -> str:
-    steady_gain = gain(best, reference, steady_throughput)
-    return "" if steady_gain is None else f"; inside the steady window {change(steady_gain.mean)}"
 
 
 def _runners_up(order: Sequence[Group]) -> list[str]:

@@ -100,21 +100,13 @@ def notes(compared: Compared) -> tuple[str, ...]:
 
 def caveats(comparisons: Sequence[PairedComparison]) -> list[str]:
     """The caveats of the devices, each once, with the cases and policies of the runs that have it unless all do."""
-    runs = [
-        ({"case": comparison.title, "policy": label}, unit.caveats)
-        for comparison in comparisons
-        for label, units in _compared_runs(comparison).items()
-        for unit in units
-    ]
-    return told_once(
-        [texts for _, texts in runs], by_settings([settings for settings, _ in runs], lambda _, value: value, "runs")
-    )
-
-
-def _compared_runs(comparison: PairedComparison) -> dict[str, list[GateUnit]]:
-    """The runs of the baseline and of the other policies, by the policy's label."""
-    others = {policy.label: [pair.candidate for pair in policy.pairs] for policy in comparison.others}
-    return {comparison.baseline: list(comparison.units), **others}
+    texts, settings = [], []
+    for comparison in comparisons:
+        compared = {policy.label: [pair.candidate for pair in policy.pairs] for policy in comparison.others}
+        for label, units in ({comparison.baseline: list(comparison.units)} | compared).items():
+            texts += [unit.caveats for unit in units]
+            settings += [{"case": comparison.title, "policy": label}] * len(units)
+    return told_once(texts, by_settings(settings, lambda _, value: value, "runs"))
 
 
 def left_out(compared: Compared) -> list[str]:
@@ -203,7 +195,8 @@ def verdict_sentence(comparison: PairedComparison, policy: PolicyContrasts) -> s
             f"No winner: {policy.label} and {comparison.baseline} have the same figures in every pair of runs: under "
             "this load they behave identically."
         )
-    by = f"{numbers.change(contrast.change)} {_figure_name(contrast)} of {policy.label} against {comparison.baseline}"
+    figure = _DECIDING[contrast.figure]
+    by = f"{numbers.change(contrast.change)} {figure} of {policy.label} against {comparison.baseline}"
     kept_up = " Both keep up with the arrivals, so latency decides." if contrast.figure == REQUEST_TIME else ""
     higher = contrast.change > 0
     leader = policy.label if higher == is_higher_better(contrast.figure) else comparison.baseline
@@ -253,12 +246,11 @@ def _gate_notes(comparison: PairedComparison) -> list[str]:
     return [f"undecided here, but worse by the gate's one-sided test: {', '.join(worse)}"] if worse else []
 
 
-def _figure_name(contrast: Contrast) -> str:
-    return {
-        "output_throughput": "output tokens/s",
-        "request_goodput": "requests/s within the limits",
-        REQUEST_TIME: "time per request (median)",
-    }[contrast.figure]
+_DECIDING = {
+    "output_throughput": "output tokens/s",
+    "request_goodput": "requests/s within the limits",
+    REQUEST_TIME: "time per request (median)",
+}
 
 
 def legend(comparison: PairedComparison) -> str:
@@ -273,7 +265,12 @@ def legend(comparison: PairedComparison) -> str:
         for contrasts in comparison.others
         for figure, why in contrasts.skipped.items()
     ]
-    text += "".join(f"; {line}" for line in (*skipped, *_left_out(comparison), *_gate_notes(comparison)))
+    alone: dict[str, list[str]] = {}  # runs that are in no pair, with the policies that this concerns
+    for policy in comparison.others:
+        for note in policy.left_out:
+            alone.setdefault(note.worded(PAIRING), []).append(policy.label)
+    unpaired = [f"{note} ({', '.join(labels)})" for note, labels in alone.items()]
+    text += "".join(f"; {line}" for line in (*skipped, *unpaired, *_gate_notes(comparison)))
     needed = pairs_needed_by(comparison)
     if copies := max(sum(pair.copies for pair in policy.pairs) for policy in comparison.others):
         text += f"; {fact(COPIES, pairs=copies).worded(PAIRING)}"
@@ -290,15 +287,6 @@ def legend(comparison: PairedComparison) -> str:
         return f"{text}. {counted} cannot show any difference: use --repeats {needed} or more."
     detectable = "; ".join(_detectable_of(policy) for policy in comparison.others if not policy.identical)
     return f"{text}. Minimum detectable change: {detectable}." if detectable else f"{text}."
-
-
-def _left_out(comparison: PairedComparison) -> list[str]:
-    """Runs that are in no pair, with the policies that this concerns."""
-    notes: dict[str, list[str]] = {}
-    for policy in comparison.others:
-        for note in policy.left_out:
-            notes.setdefault(note.worded(PAIRING), []).append(policy.label)
-    return [f"{note} ({', '.join(labels)})" for note, labels in notes.items()]
 
 
 def _detectable_of(policy: PolicyContrasts) -> str:
