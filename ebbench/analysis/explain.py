@@ -96,8 +96,14 @@ def kv_pressure(steps: pa.Table, requests: pa.Table, options: Mapping[str, Any])
     # Requests waited, slots were free, and the free blocks held no prompt of the median length.
     full = (columns["waiting"] > 0) & (columns["running"] < (slots or np.inf)) & (free_tokens < prompt_tokens)
     preemptions = int(columns["preemptions"].sum())
-    repeated = _repeated_tokens(columns, requests) if preemptions else 0
     computed = int(columns["prefill_tokens"].sum())
+    repeated = 0
+    if preemptions:
+        # What steps computed in prefill beyond every prompt once, less what the prefix cache held: a resumed request
+        # computes its prompt and the outputs so far again, and these count as prefill.
+        started = requests.filter(pc.not_equal(requests["status"], "never_sent"))
+        held = (pc.sum(started["input_tokens"]).as_py() or 0) - (pc.sum(started["cached_tokens"]).as_py() or 0)
+        repeated = max(computed - held, 0)
     tokens = np.maximum(columns["prefill_tokens"] + columns["decode_seqs"], 1)
     prefilling = float((spent * columns["prefill_tokens"] / tokens).sum()) / total
     return KvPressure(
@@ -109,17 +115,6 @@ def kv_pressure(steps: pa.Table, requests: pa.Table, options: Mapping[str, Any])
         repeated_tokens=repeated,
         repeated_share=prefilling * repeated / computed if computed else 0.0,
     )
-
-
-def _repeated_tokens(steps: Mapping[str, npt.NDArray[np.int64]], requests: pa.Table) -> int:
-    """Tokens that steps computed in prefill beyond every prompt once, less what the prefix cache held.
-
-    A resumed request computes its prompt and the outputs so far again, and these count as prefill.
-    """
-    started = requests.filter(pc.not_equal(requests["status"], "never_sent"))
-    prompts = pc.sum(started["input_tokens"]).as_py() or 0
-    cached = pc.sum(started["cached_tokens"]).as_py() or 0
-    return max(int(steps["prefill_tokens"].sum()) - (prompts - cached), 0)
 
 
 def kv_pressure_by_metrics(metrics: pa.Table, requests: int, slots: int | None) -> KvPressure | None:

@@ -93,8 +93,11 @@ def steady_windows(columns: RequestColumns, phases: Sequence[PhaseFact]) -> tupl
         return ()
     load = _load(columns)
     if phases:
-        starts = [_first_intended(columns, phase.name) for phase in phases]
-        known = [(phase, start) for phase, start in zip(phases, starts, strict=True) if start is not None]
+        known = []
+        for phase in phases:
+            intended = columns.intended[started & (columns.phase == phase.name)]
+            if len(intended):
+                known.append((phase, int(intended.min())))
         ends = [start for _, start in known[1:]] + [int(load.time[-1])]
         windows = []
         for (phase, start), end in zip(known, ends, strict=True):
@@ -152,11 +155,6 @@ def _open_loop(columns: RequestColumns, load: _OpenSessions) -> tuple[Window, ..
     if span is None or span[0] >= last:
         return ()
     return (Window("", span[0], last, target),)
-
-
-def _first_intended(columns: RequestColumns, phase: str) -> int | None:
-    times = columns.intended[(columns.phase == phase) & (columns.intended != MISSING)]
-    return int(times.min()) if len(times) else None
 
 
 # Service-level objectives: limits on request latencies, as in `--goodput ttft:500 tpot:50 e2el:5000`.

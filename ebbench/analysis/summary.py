@@ -123,11 +123,6 @@ def sets_drafts(policy: str) -> bool:
         return False
 
 
-def mean_acceptance(rates: Sequence[Sequence[float]]) -> list[float]:
-    """The mean per position over several runs; positions that a run does not have are left out."""
-    return [sum(position) / len(position) for position in zip(*rates, strict=False)]
-
-
 # The clients that sent a run's requests: machines, where there were several, and connections.
 
 
@@ -475,7 +470,9 @@ def mean_over_repeats(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if all(name in summary.get("classes", {}) for summary in summaries)
         }
     if "acceptance" in first:
-        merged["acceptance"] = mean_acceptance([summary.get("acceptance", ()) for summary in summaries])
+        positions = zip(*(summary.get("acceptance", ()) for summary in summaries), strict=False)
+        merged["acceptance"] = [sum(position) / len(position) for position in positions]
+    failures = [[Failure(**failure) for failure in summary.get("failures", ())] for summary in summaries]
     merged |= {
         "valid": all(summary["valid"] for summary in summaries),
         "interrupted": any(summary["interrupted"] for summary in summaries),
@@ -483,7 +480,7 @@ def mean_over_repeats(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             name: list({shown_text(text): text for summary in summaries for text in summary[name]}.values())
             for name in ("warnings", "reasons")
         },
-        "failures": [asdict(failure) for failure in merge_failures(_failures_in(summaries))],
+        "failures": [asdict(failure) for failure in merge_failures(failures)],
         "steady": None,
         "seeds": [summary["seed"] for summary in summaries],
         "spread": spread,
@@ -506,10 +503,6 @@ def _averaged(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[s
     if all("per_session" in row for row in rows):
         merged["per_session"] = _averaged([row["per_session"] for row in rows])[0]
     return merged, spread
-
-
-def _failures_in(summaries: Sequence[Mapping[str, Any]]) -> list[list[Failure]]:
-    return [[Failure(**failure) for failure in summary.get("failures", ())] for summary in summaries]
 
 
 _AVERAGED = frozenset(

@@ -279,7 +279,8 @@ def by_settings(runs: Sequence[Mapping[str, str]], words: Callable[[str, str], s
             return ""
         chosen: dict[str, list[str]] = {}
         for name in runs[0]:
-            if values := _distinguishing_values(name, places, runs):
+            values = list(dict.fromkeys(runs[place][name] for place in sorted(places)))
+            if len(values) < len({run[name] for run in runs}):  # other runs have other values
                 chosen[name] = values
             having = {place for place, run in enumerate(runs) if all(run[own] in chosen[own] for own in chosen)}
             if having == set(places):
@@ -287,12 +288,6 @@ def by_settings(runs: Sequence[Mapping[str, str]], words: Callable[[str, str], s
         return f"{len(places)} of {len(runs)} {of}: "
 
     return owner
-
-
-def _distinguishing_values(name: str, places: Collection[int], runs: Sequence[Mapping[str, str]]) -> list[str]:
-    """The values of a setting at ``places``, if other runs have others; else none."""
-    values = list(dict.fromkeys(runs[place][name] for place in sorted(places)))
-    return values if len(values) < len({run[name] for run in runs}) else []
 
 
 FAILURE_LIMIT = 0.01

@@ -275,7 +275,11 @@ def _measure(side: Side, out: Path, seed: int, label: str, say: Callable[[str], 
     for trial in range(1, MOST_TRIES + 1):
         before = len(_stored(out))
         argv = side.argv(unused(out), seed)
-        status, tail = _run(argv)
+        try:
+            status, stderr = run_supervised(argv, GRACE_S, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        except OSError as error:
+            raise UsageError(f"cannot start {argv[0]!r}: {error.strerror or error}") from None
+        tail = " / ".join(stderr.strip().splitlines()[-_KEPT_LINES:]) or "no output"
         stored = _stored(out)
         if len(stored) == before:
             ended = f"ended with exit code {status}: {tail}" if status else f"stored no run in {out}"
@@ -288,12 +292,3 @@ def _measure(side: Side, out: Path, seed: int, label: str, say: Callable[[str], 
         if trial < MOST_TRIES:
             say(f"{label}: INVALID run ({reasons}), measured again")
     raise RunError(f"{label}: {MOST_TRIES} INVALID runs, the last one since {reasons}; the same command tries again")
-
-
-def _run(argv: list[str]) -> tuple[int, str]:
-    """The exit status of a command and the last lines that it wrote to stderr. Raises UsageError if it is unknown."""
-    try:
-        status, stderr = run_supervised(argv, GRACE_S, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    except OSError as error:
-        raise UsageError(f"cannot start {argv[0]!r}: {error.strerror or error}") from None
-    return status, " / ".join(stderr.strip().splitlines()[-_KEPT_LINES:]) or "no output"
