@@ -24,7 +24,7 @@ _JSON = typer.Option("--json", help="One JSON document on stdout, nothing else."
 @app.command("list", cls=Command)
 def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
     """List the workloads."""
-    from ebbench.workloads import list_workloads, load_workload
+    from ebbench.workloads.spec import list_workloads, load_workload
 
     specs = [load_workload(name) for name in list_workloads()]
     rows = [
