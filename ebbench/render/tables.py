@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, stdev
 
 from rich import box
@@ -261,20 +262,18 @@ def _median(latency: str) -> _Figure:
 
 def _tails(groups: Sequence[Group], latency: str, *, all_percentiles: bool) -> list[_Figure]:
     """The highest percentile that every run has enough samples for; if there is none, p99 as a dash."""
-    if not all_percentiles:
-        name = sound_percentile(groups, latency) or "p99"
-        return [_tail(latency, name, _statistic(latency, name))]
-    return [_tail(latency, name, _estimate(latency, name)) for name in QUANTILES]
-
-
-def _tail(latency: str, name: str, of: Figure) -> _Figure:
-    return _Figure(
-        f"{latency.upper()}\n{name}",
-        f"{name}_{latency}_ms",
-        of,
-        numbers.duration_ms,
-        lambda groups: _too_few(groups, latency, name),
-    )
+    names = QUANTILES if all_percentiles else (sound_percentile(groups, latency) or "p99",)
+    of = _estimate if all_percentiles else _statistic
+    return [
+        _Figure(
+            f"{latency.upper()}\n{name}",
+            f"{name}_{latency}_ms",
+            of(latency, name),
+            numbers.duration_ms,
+            partial(_too_few, latency=latency, name=name),
+        )
+        for name in names
+    ]
 
 
 def sound_percentile(groups: Sequence[Group], latency: str) -> str | None:
@@ -320,8 +319,15 @@ def _completed(group: Group) -> str:
 
 def legend(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) -> str:
     """The meaning of the columns in one paragraph."""
-    parts = [
-        *_repeats(cases),
+    parts = []
+    several = [group for case in cases for group in case.groups if len(group.summaries) > 1]
+    if several:  # what the means cover: seeds, since runs of one seed are measurements of their own
+        runs = sorted({len(group.summaries) for group in several})
+        counted = str(runs[0]) if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"
+        copies = all(group.copies for group in several)
+        agree = f"{counted} repeats that agree in every figure: no spread"
+        parts.append(agree if copies else f"mean ± standard deviation over {counted} seeds")
+    parts += [
         "whole run: first intended start to last completion",
         "steady: only while the load is at its target",
         "TTFT and E2EL count from the intended start",
@@ -346,18 +352,6 @@ def legend(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) ->
             "(--all-percentiles shows the others)"
         )
     return f"{'; '.join([*parts, '–: undefined or too few samples'])}."
-
-
-def _repeats(cases: Sequence[ComparisonCase]) -> list[str]:
-    """What the means cover: seeds, since runs of one seed are measurements of their own."""
-    several = [group for case in cases for group in case.groups if len(group.summaries) > 1]
-    if not several:
-        return []
-    runs = sorted({len(group.summaries) for group in several})
-    counted = str(runs[0]) if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"
-    if all(group.copies for group in several):
-        return [f"{counted} repeats that agree in every figure: no spread"]
-    return [f"mean ± standard deviation over {counted} seeds"]
 
 
 def framed(title: str = "") -> Table:
