@@ -277,17 +277,11 @@ def comparison_cases(
     for title, places in titled_places:
         own = [summaries[place] for place in places]
         directories = {summary.run_dir for summary in own}
-        groups = _baseline_first(
-            group_by_policy(own, [explanations[place] for place in places] if explanations else ())
-        )
-        cases.append(
-            ComparisonCase(
-                title,
-                groups,
-                tuple(phase for phase in phases if phase.run_dir in directories),
-                tuple(unlike),
-            )
-        )
+        groups = group_by_policy(own, [explanations[place] for place in places] if explanations else ())
+        baseline = baseline_group(groups)
+        groups = (baseline, *(group for group in groups if group is not baseline))
+        own_phases = tuple(phase for phase in phases if phase.run_dir in directories)
+        cases.append(ComparisonCase(title, groups, own_phases, tuple(unlike)))
     return tuple(cases)
 
 
@@ -357,30 +351,22 @@ def _places_and_dates(rounds: Sequence[Sequence[Summary]]) -> list[str]:
     return [f"{label}, number {number}" for number, label in enumerate(labels, start=1)]
 
 
-def _baseline_first(groups: tuple[Group, ...]) -> tuple[Group, ...]:
-    baseline = baseline_group(groups)
-    return (baseline, *(group for group in groups if group is not baseline))
-
-
 def partition(
     items: Sequence[T],
     conditions: Sequence[Mapping[str, str]],
     plans: Sequence[tuple[int, str]],
-    allowed: Sequence[str] = (),
 ) -> list[tuple[str, list[T]]]:
     """Split ``items`` into lists with equal conditions, each with the words that distinguish it from the others.
 
-    ``conditions`` and ``plans`` (seed and hash) have one entry per item; ``allowed`` names conditions that may differ.
-    If one seed has several plans under equal conditions, an unrecorded condition differed, and every plan becomes a
-    list of its own.
+    ``conditions`` and ``plans`` (seed and hash) have one entry per item. If one seed has several plans under equal
+    conditions, an unrecorded condition differed, and every plan becomes a list of its own.
     """
-    compared = [{name: text for name, text in of_run.items() if name not in allowed} for of_run in conditions]
     members: dict[tuple[tuple[str, str], ...], list[int]] = {}
-    for place, of_run in enumerate(compared):
+    for place, of_run in enumerate(conditions):
         members.setdefault(tuple(sorted(of_run.items())), []).append(place)
     split = [part for places in members.values() for part in _by_plan(places, plans)]
     split.sort(key=lambda part: part[0][0])
-    titles = _titles([(compared[places[0]], plan) for places, plan in split])
+    titles = _titles([(conditions[places[0]], plan) for places, plan in split])
     return [(title, [items[place] for place in places]) for title, (places, _) in zip(titles, split, strict=True)]
 
 
@@ -416,14 +402,14 @@ def _titles(cases: Sequence[tuple[Mapping[str, str], str]]) -> list[str]:
 
 
 def _title(conditions: Mapping[str, str], apart: Sequence[str], plan: str, *, complete: bool) -> str:
-    words = [_with_name(name, conditions.get(name, ""), complete=complete) for name in apart]
-    return ", ".join([*(word for word in words if word), *([f"plan {plan}"] if plan else [])])
-
-
-def _with_name(name: str, text: str, *, complete: bool) -> str:
-    if not text or text == "None":
-        return f"{name} not recorded" if complete else ""
-    return f"{NAMES.get(name, name)} {text}".strip()
+    words = []
+    for name in apart:
+        text = conditions.get(name, "")
+        if text and text != "None":
+            words.append(f"{NAMES.get(name, name)} {text}".strip())
+        elif complete:
+            words.append(f"{name} not recorded")
+    return ", ".join([*words, *([f"plan {plan}"] if plan else [])])
 
 
 def by_class(case: ComparisonCase) -> list[tuple[str, tuple[Group, ...]]]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ebbench.analysis.columns import NEEDED, Mask, RequestColumns
 from ebbench.analysis.documents import Column, Document, Section, Value, labels
-from ebbench.analysis.metrics import NS_PER_MS, Slo, limited_ns
+from ebbench.analysis.metrics import NS_PER_MS, limited_ns
 from ebbench.analysis.summary import Summary, summarise_phases
 from ebbench.errors import UsageError
 from ebbench.records.run import Run
@@ -251,14 +251,13 @@ _NOTES = (
 )
 
 
-def phases_document(runs: Sequence[Run], slo: Slo | None = None) -> Document:
-    """One section per run, one row per phase. ``slo`` None uses the limits of each run. Raises DataError."""
-    sections = tuple(_section(run, slo) for run in runs)
-    return Document("phases", "By phase", sections, _NOTES)
+def phases_document(runs: Sequence[Run]) -> Document:
+    """One section per run, one row per phase, by the limits of each run. Raises DataError."""
+    return Document("phases", "By phase", tuple(map(_section, runs)), _NOTES)
 
 
-def _section(run: Run, slo: Slo | None) -> Section:
-    summaries = summarise_phases(run, slo)
+def _section(run: Run) -> Section:
+    summaries = summarise_phases(run)
     recovery_by_phase = {recovery.phase: recovery for recovery in recoveries(run)}
     with_slo = any(summary.slo for summary in summaries)
     columns = (

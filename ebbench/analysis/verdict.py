@@ -297,9 +297,9 @@ def figures_by_class(pairs: Sequence[Pair]) -> list[str]:
     return [f"{name}:{figure}" for name in classes for figure in OF_CLASSES]
 
 
-def worse_by_gate(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES) -> dict[str, float]:
+def worse_by_gate(pairs: Sequence[Pair]) -> dict[str, float]:
     """The gated figures in which the candidate is worse by the gate's test, with p; margins are not asked for."""
-    rules = replace(rules, sequential=rules.sequential or repeated_until_clear(pairs))
+    rules = replace(DEFAULT_RULES, sequential=repeated_until_clear(pairs))
     losses = {
         figure: losses_or_why
         for figure in rules.gated

@@ -293,9 +293,6 @@ def parquet_rows(path: Path | str, stream: Any, columns: Sequence[str] | None = 
             yield from batch.to_pylist()
 
 
-K = TypeVar("K")
-
-
 DEPTH = 100
 """Most objects and lists within each other. Python's own limit depends on where a value is decoded."""
 YAML_BYTES = 64 << 20

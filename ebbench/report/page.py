@@ -94,13 +94,9 @@ def _panel(alt: Any, title: str, height: int, *layers: Any) -> Any:
     return alt.layer(*layers, starts, title=_title(alt, title)).properties(height=height)
 
 
-def _time(alt: Any, title: str | None = None) -> Any:
-    return alt.X(
-        "t:Q",
-        title=title,
-        scale=alt.Scale(nice=False, zero=True),
-        axis=alt.Axis(labelFlush=True, labelExpr="datum.label + ' s'"),
-    )
+def _time(alt: Any) -> Any:
+    seconds = alt.Axis(labelFlush=True, labelExpr="datum.label + ' s'")
+    return alt.X("t:Q", title=None, scale=alt.Scale(nice=False, zero=True), axis=seconds)
 
 
 def _modes(alt: Any) -> Any:

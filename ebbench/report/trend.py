@@ -255,7 +255,7 @@ def save_chart(all_series: Sequence[Series], path: Path) -> None:
     figures.save(alt.vconcat(*rows), path.with_suffix(""), [path.suffix[1:]])
 
 
-def trend_page(all_series: Sequence[Series], title: str = "") -> Page:
+def trend_page(all_series: Sequence[Series]) -> Page:
     """The HTML page: the same tables, sentences and panels."""
     shown = document(all_series)
     sections = []
@@ -267,7 +267,7 @@ def trend_page(all_series: Sequence[Series], title: str = "") -> Page:
         sections.append(SearchSection(type(table)(table.title, tuple(grouped), table.rows, table.note), lines, picture))
     alert = {"worse": "Worse.", "doubt": "Perhaps worse.", "": "No alert."}[worst_alert(all_series)]
     return Page(
-        title=title or "Trend", subtitle=(shown.title,), verdicts=(("", (alert,), False),),
+        title="Trend", subtitle=(shown.title,), verdicts=(("", (alert,), False),),
         warnings=tuple(_why_apart(all_series)),
         tables=(), explanations=(), environment=(), labels=(), policies=(), cases=(), shared={}, runs=(),
         searches=tuple(sections),
