@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,6 +51,7 @@ class LoadFacts:
     trace_rate: float | None = None
     single_requests: bool = False
     begun_before: str = ""
+    priorities: Mapping[str, int] = field(default_factory=dict)  # by class, the lowest first; empty: all alike
 
     @property
     def open_loop(self) -> bool:
@@ -85,6 +86,8 @@ class LoadFacts:
             parts["ramp-up"] = f"ramp-up {self.ramp_up_s:g} s"
         if self.begun_before:
             parts["session start"] = self.begun_before
+        if self.priorities:
+            parts["priorities"] = "priorities " + " ".join(f"{name}={value}" for name, value in self.priorities.items())
         return parts
 
     def conditions(self) -> dict[str, str]:
@@ -128,6 +131,7 @@ def load_of_run(manifest: Manifest) -> LoadFacts:
         trace_rate=None if trace_rate is None else trace_rate * (_number(facts.get("speed")) or 1.0),
         single_requests=facts.get("requests") == facts.get("sessions", 0),
         begun_before=begun_before,
+        priorities=facts.get("priorities") or {},
     )
 
 

@@ -272,10 +272,14 @@ class Summary:
         """What there is of each class of requests, and of the sessions."""
         parts: dict[str, Any] = {}
         if self.classes:
-            parts["classes"] = {named(name): self.of_class(name)._figures() for name in self.classes}
+            parts["classes"] = {named(name): self._of_class(name) for name in self.classes}
         if (worst := self.worst_class) is not None:
             parts |= {"worst_class": named(worst), "worst_class_attainment": self.classes[worst].slo_attainment}
         return parts | ({"per_session": self.sessions[""].to_dict()} if self.sessions else {})
+
+    def _of_class(self, name: str) -> dict[str, Any]:
+        priority = {"priority": self.load.priorities.get(name, 0)} if self.load.priorities else {}
+        return priority | self.of_class(name)._figures()
 
     def _figures(self) -> dict[str, Any]:
         limits = {"goodput_slo_ms": self.slo.limits() or None}
@@ -289,7 +293,7 @@ class Summary:
 
     def classes_table(self) -> pa.Table:
         """As :meth:`to_table`, one row per class of requests; without a column of the run's own."""
-        rows = [_one_row({"class": named(name), **self.of_class(name)._figures()}) for name in self.classes]
+        rows = [_one_row({"class": named(name), **self._of_class(name)}) for name in self.classes]
         return pa.concat_tables(rows or [pa.table({"class": pa.nulls(0, pa.string())})], promote_options="permissive")
 
 

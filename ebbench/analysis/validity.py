@@ -83,6 +83,7 @@ _CAUSES = (
         "the server takes no token ids: give --endpoint chat, which sends words",
     ),
     _Cause("http_4.*", r"chat template", "--endpoint completions: the model has no chat template"),
+    _Cause("http_4.*", r"priority", "a server started with --scheduling-policy priority, or leave the priorities out"),
     _Cause("http_4.*", r"ignore_eos", "--no-ignore-eos: the server does not know ignore_eos"),
     _Cause("http_4.*", r"temperature", f"--temperature 1, or leave it out with {_LEAVE_OUT.format('temperature')}"),
     _Cause(

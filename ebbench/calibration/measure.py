@@ -300,9 +300,6 @@ def fit(
     source: str,
     steps: int,
     *,
-    request_s: float = 0.0,
-    drift: float = 1.0,
-    start_s: float = 0.0,
     drafts: int = 0,
     undrafted: CostGrid | None = None,
 ) -> MeasuredCosts:
@@ -319,7 +316,7 @@ def fit(
         alpha_p=alpha_p, beta_p=beta_p, alpha_d=alpha_d, beta_d=beta_d, mixed=mixed, alpha_mb=alpha_mb,
         source=source, grid=grid, undrafted=undrafted, drafts=drafts,
     )  # fmt: skip
-    return MeasuredCosts(calibration, prefill_r2, decode_r2, mixed_r2, steps, request_s, drift, start_s)
+    return MeasuredCosts(calibration, prefill_r2, decode_r2, mixed_r2, steps)
 
 
 def _line(x: Any, y: Any) -> tuple[float, float, float]:
@@ -400,13 +397,15 @@ def read_steps(path: Path) -> TorchSteps:
         torch_steps = msgspec.convert(read_object(path, MOST_STEPS_BYTES), TorchSteps)
     except msgspec.ValidationError as error:
         raise InputFileError(path, f"is no file of `borrowed.py steps`: {error}") from None
-    points = len(torch_steps.grid.tokens) + len(torch_steps.grid.seqs) * len(torch_steps.grid.contexts) * (
-        1 + len(torch_steps.grid.tokens)
-    )
+    points = replace(_grid_of(torch_steps), repeats=1).points
     timed = sum(bool(step.times_s) for step in torch_steps.steps)
     if timed < points:
         raise InputFileError(path, f"has {timed} of {points} steps; the same command on its machine goes on with them")
     return torch_steps
+
+
+def _grid_of(steps: TorchSteps) -> ProbeGrid:
+    return ProbeGrid(steps.grid.tokens, steps.grid.seqs, steps.grid.contexts, steps.grid.repeats)
 
 
 def costs_of_steps(steps: TorchSteps, model: ModelGeometry) -> MeasuredCosts:
@@ -415,9 +414,9 @@ def costs_of_steps(steps: TorchSteps, model: ModelGeometry) -> MeasuredCosts:
     if unlike or not model.plain or model.experts:
         sizes = ", ".join(f"{name} {steps.decoder[name]:,}" for name in unlike) or "a dense decoder in 16 bits"
         raise UsageError(f"the steps are of a decoder with {sizes}, unlike {model.name}: give its --model")
-    grid = ProbeGrid(steps.grid.tokens, steps.grid.seqs, steps.grid.contexts, steps.grid.repeats)
     seconds = {timed.step: float(np.median(timed.times_s)) for timed in steps.steps}
     source = f"borrowed.py steps, {model.name} on {steps.manifest.gpu}, torch {steps.manifest.torch}, {steps.attention}"
+    grid = _grid_of(steps)
     return fit(cost_grid(grid, seconds), source, grid.points)
 
 

@@ -42,8 +42,15 @@ def calibrate(
     Afterwards: ebbench run ... --engine sim --device OUTPUT_DIR/profile.toml --model MODEL, or on the machine itself
     ebbench run ... --engine vllm --calibration OUTPUT_DIR/calibration.json --model MODEL
     """
-    from ebbench.calibration.check import refuse_existing, write_profile
-    from ebbench.calibration.command import as_dict, doubts, lines, measure_engine, of_steps
+    from ebbench.calibration.command import (
+        as_dict,
+        doubts,
+        lines,
+        measure_engine,
+        of_steps,
+        refuse_existing,
+        write_profile,
+    )
     from ebbench.calibration.measure import parse_grid
     from ebbench.render.documents import Console
 

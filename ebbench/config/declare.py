@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ebbench.errors import UnknownNameError, UsageError
 from vllm_eb.settings import (
@@ -188,11 +188,14 @@ def _declared_in(kind: type) -> Mapping[str, Declared]:
 
 
 def check_ranges(owner: Any) -> None:
-    """Raise UsageError, naming the option, for a declared number of ``owner`` that is out of its range."""
+    """Raise UsageError, naming the option, for a declared number of ``owner`` out of its range, or an unknown word."""
     for declared in declared_in(type(owner)).values():
         value = getattr(owner, declared.name)
+        option = next(name for name in declared.option_names if name.startswith("--"))
         if isinstance(value, int | float):
-            check_range(next(name for name in declared.option_names if name.startswith("--")), value, declared.about)
+            check_range(option, value, declared.about)
+        elif get_origin(declared.kind) is Literal and value not in get_args(declared.kind):
+            raise UsageError(f"{option} must be {', '.join(get_args(declared.kind))}, not {value!r}")
 
 
 def _default(member: Field[Any]) -> Any:

@@ -7,10 +7,11 @@ every pass.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ebbench.records.plan import CHUNK_TOKENS
 
@@ -62,55 +63,58 @@ class EndForward(NamedTuple):
     units: tuple[UnitReport, ...] = ()
 
 
-class Dispatcher(Protocol):
+class Dispatcher(ABC):
     """Decides where and when requests are sent. Times are monotonic ns and never decrease."""
 
-    wants_signals: bool
+    wants_signals = False
     """Whether :meth:`end_forward` has an effect; if not, callers may skip it."""
-    wants_prefix: bool
+    wants_prefix = False
     """Whether ``DispatchRequest.prefix`` is used."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
 
     @property
     def wants_units(self) -> bool:
         """Whether ``EndForward.units`` is used now; if not, callers may leave it empty."""
-        ...
+        return self.wants_signals
 
+    @abstractmethod
     def arrive(self, request: DispatchRequest, now_ns: int) -> None:
         """Add a request that has arrived."""
-        ...
 
+    @abstractmethod
     def poll(self, now_ns: int) -> list[Order]:
         """Orders to carry out now. Call it after every other event and at :meth:`next_ns`."""
-        ...
 
     def next_ns(self, now_ns: int) -> int | None:
         """When to poll again without a further event; None: only after an event."""
-        ...
+        return None
 
     def end_forward(self, signal: EndForward, now_ns: int) -> None:
         """Record the end of a forward pass."""
-        ...
+        self.fleet.report(signal)
 
     def prefilled(self, key: int, now_ns: int) -> None:
         """Record that the first token of a dispatched request was seen: its prompt is computed."""
-        ...
+        self.fleet.prefilled(key)
 
     def ended(self, key: int, now_ns: int) -> None:
         """Record that a dispatched request has ended, successfully or not."""
-        ...
+        self.fleet.ended(key)
 
+    @abstractmethod
     def withdraw(self, key: int) -> None:
         """Remove a request that has not been dispatched."""
-        ...
 
     def topology(self, active: Iterable[int], now_ns: int) -> None:
         """Set the instances that take requests from now on (health checks, scaling)."""
-        ...
+        self.fleet.set_active(active)
 
     @property
+    @abstractmethod
     def waiting(self) -> int:
         """Number of requests held back."""
-        ...
 
 
 # Approximate record of the prompt prefixes that each unit has computed.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from ebbench.dispatch.allocate import AdaptiveInterval, DecodeLoad, allocate_decode
-from ebbench.dispatch.base import DispatchRequest, EndForward, Fleet, Order, PrefixMemory, UnitState
+from ebbench.dispatch.base import Dispatcher, DispatchRequest, EndForward, Fleet, Order, PrefixMemory, UnitState
 
 
 class Choose(Protocol):
@@ -94,15 +94,11 @@ class PrefixAffine:
         return self._balance(request, [unit for unit, hit in zip(units, hits, strict=True) if hit == best])
 
 
-class UntimedDispatcher(ABC):
+class UntimedDispatcher(Dispatcher):
     """Places all waiting requests as soon as an instance is active, unless a subclass holds them back."""
 
-    wants_prefix = False
-    wants_signals = False
-    wants_units = False
-
     def __init__(self, fleet: Fleet) -> None:
-        self.fleet = fleet
+        super().__init__(fleet)
         self._held: dict[int, DispatchRequest] = {}
 
     @abstractmethod
@@ -126,29 +122,9 @@ class UntimedDispatcher(ABC):
         self._held.clear()
         return orders
 
-    def next_ns(self, now_ns: int) -> int | None:
-        """Always None: these policies use no timer."""
-        return None
-
-    def end_forward(self, signal: EndForward, now_ns: int) -> None:
-        """See Dispatcher."""
-        self.fleet.report(signal)
-
-    def prefilled(self, key: int, now_ns: int) -> None:
-        """See Dispatcher."""
-        self.fleet.prefilled(key)
-
-    def ended(self, key: int, now_ns: int) -> None:
-        """See Dispatcher."""
-        self.fleet.ended(key)
-
     def withdraw(self, key: int) -> None:
         """See Dispatcher."""
         self._held.pop(key, None)
-
-    def topology(self, active: Iterable[int], now_ns: int) -> None:
-        """See Dispatcher."""
-        self.fleet.set_active(active)
 
 
 class ImmediateDispatcher(UntimedDispatcher):
@@ -176,7 +152,6 @@ class DecodeDispatcher(UntimedDispatcher):
     """
 
     wants_signals = True
-    wants_units = True
 
     def __init__(
         self, fleet: Fleet, interval: AdaptiveInterval, *, multiplier: float = 1.5, window: bool = True

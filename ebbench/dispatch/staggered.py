@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
 from ebbench.dispatch.allocate import AdaptiveInterval, ChunkPacking, no_hit
-from ebbench.dispatch.base import DispatchRequest, EndForward, Fleet, Order, UnitState
+from ebbench.dispatch.base import Dispatcher, DispatchRequest, EndForward, Fleet, Order, UnitState
 from ebbench.dispatch.immediate import LeastOutstanding, PrefixAffine
 from ebbench.dispatch.queues import CANDIDATES_A_UNIT, CycleQueue, PassModel, QueuedRequest, candidates, choose_pass
 from ebbench.dispatch.staggered_settings import Readiness, StaggeredSettings
@@ -271,19 +271,20 @@ class ContinuingInstances:
         return min((t for t in self._opens_ns.values() if t > now_ns), default=None)
 
 
-class StaggeredDispatcher:
+class StaggeredDispatcher(Dispatcher):
     """The scheduling loop: Algorithms 1 and 2 with the three-way readiness check."""
 
     wants_signals = True
 
     def __init__(self, fleet: Fleet, settings: StaggeredSettings, *, generates: bool = False) -> None:
         """``generates``: assume that the instances also decode, until their signals say otherwise."""
-        self.fleet, self.settings = fleet, settings
+        super().__init__(fleet)
+        self.settings = settings
         self.wants_prefix = settings.cache_aware
         self.interval = AdaptiveInterval(
             settings.window, settings.network_ns, settings.default_forward_ns, len(fleet.active)
         )
-        self._ready = Readiness(len(fleet.instances), settings.checks)
+        self._ready = Readiness(len(fleet.instances), settings)
         self._queue = CycleQueue(longest_first=settings.packing, aged_cycles=settings.aged_cycles)
         self._builder = BatchBuilder(fleet, self._queue, settings)
         self._pass_time = PassTimeModel(settings.chunk_tokens, settings.window)

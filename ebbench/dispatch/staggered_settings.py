@@ -15,20 +15,11 @@ WATCHDOG_FORWARDS = 5
 """Mean forward times after which the watchdog expires (section 4.1.2)."""
 
 
-@dataclass(frozen=True)
-class Checks:
-    """The three checks; each can be switched off."""
-
-    zero_queue: bool = True
-    signal: bool = True
-    watchdog: bool = True
-
-
 class Readiness:
     """Tracks the instances that were sent a batch and have not signalled since."""
 
-    def __init__(self, instances: int, checks: Checks) -> None:
-        self._checks = checks
+    def __init__(self, instances: int, settings: StaggeredSettings) -> None:
+        self._checks = settings
         self._signalled = set(range(instances))  # no batch was sent yet
         self._running: OrderedDict[int, int] = OrderedDict()  # the others, with the time of dispatch
 
@@ -114,11 +105,6 @@ class StaggeredSettings:
     zero_queue: bool = setting(True, "an instance with an empty queue is ready")
     signal: bool = setting(True, "an instance is ready when its forward pass has ended")
     watchdog: bool = setting(True, "an instance that is silent for too long is ready")
-
-    @property
-    def checks(self) -> Checks:
-        """The enabled readiness checks."""
-        return Checks(self.zero_queue, self.signal, self.watchdog)
 
 
 OF_THE_CALLER = {

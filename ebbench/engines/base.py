@@ -152,6 +152,9 @@ def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> Non
             f"{options.max_num_seqs}, which vLLM refuses; raise it to {options.max_num_seqs} or more, or lower "
             "--max-num-seqs"
         )
+    if options.by_priority:
+        for spec in policies:
+            refuse_two_orders(spec.name, spec.orders_queue)
     limit = "--max-num-seqs" if options.max_num_active_seqs is None else "--max-num-active-seqs"
     for spec in policies:
         if least_seqs(spec) > options.running_limit:
@@ -164,6 +167,15 @@ def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> Non
                 f"policy {spec.name}: its budget exceeds --max-num-batched-tokens {options.max_num_batched_tokens}, "
                 f"which bounds every step; raise that to {least_tokens(spec)} or more"
             )
+
+
+def refuse_two_orders(policy: str, orders_queue: bool) -> None:
+    """Raise UsageError for a policy that orders waiting requests itself, where the server does by priority."""
+    if orders_queue:
+        raise UsageError(
+            f"policy {policy} orders waiting requests by its own rule, and --scheduling-policy priority by their "
+            "priority: leave one of them out (ttft= or order= of the policy)"
+        )
 
 
 def _check_vllm_limits(options: EngineOptions) -> None:
@@ -273,13 +285,9 @@ def stated_limits(options: EngineOptions) -> list[RunWarning]:
 IMAGES_AS_TOKENS = warning("images-as-tokens")
 
 
-def refuse_unsimulated(plan: Plan, engine: str) -> None:
-    """Raise UsageError for LoRA adapters and priorities on an engine that has none: they would change nothing there."""
-    if _uses(plan, "priority"):
-        raise UsageError(
-            f"priorities of classes are sent to a server; engine {engine} has none: leave them out, or give "
-            "--engine URL (or vllm, with -- --scheduling-policy priority)"
-        )
+def refuse_unsimulated(plan: Plan, engine: str, options: EngineOptions) -> None:
+    """Raise UsageError for LoRA adapters, which no simulated engine has, and for priorities that the server refuses."""
+    refuse_priorities(uses_priorities(plan), options)
     if _uses(plan, "lora"):
         raise UsageError(
             f"--lora-assignment chooses adapters of a server; engine {engine} simulates none: leave it out, or give "
@@ -287,9 +295,18 @@ def refuse_unsimulated(plan: Plan, engine: str) -> None:
         )
 
 
-def unverified_priorities(plan: Plan) -> list[RunWarning]:
-    """A warning if requests carry priorities: a server does not report whether it schedules by them."""
-    return [warning("priorities-unverified")] if _uses(plan, "priority") else []
+def refuse_priorities(given: bool, options: EngineOptions) -> None:
+    """Raise UsageError for priorities where the server does not schedule by them: they would change nothing."""
+    if given and not options.by_priority:
+        raise UsageError(
+            "classes have priorities, and the server does not schedule by them: add --scheduling-policy priority, or "
+            "leave the priorities out"
+        )
+
+
+def uses_priorities(plan: Plan) -> bool:
+    """Whether requests of the plan carry priorities."""
+    return _uses(plan, "priority")
 
 
 def plan_notes(plan: Plan) -> tuple[RunWarning, ...]:

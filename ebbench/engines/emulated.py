@@ -41,7 +41,7 @@ from ebbench.engines.base import (
 from ebbench.errors import RunError
 from ebbench.process.interpreter import collector_paused
 from ebbench.process.termination import interruptible
-from ebbench.records.plan import Plan, optional_ns, token_ids
+from ebbench.records.plan import Plan, optional_ints, token_ids
 from ebbench.simulation.api_server import ApiServers, QueueLimits
 from ebbench.simulation.drafting import DraftCounts, accepted_drafts
 from ebbench.simulation.releases import (
@@ -232,7 +232,7 @@ class VirtualClients:
             self._stamp(rows, now_ns)
         else:
             rows, ended = self._queue_limits.accept(rows, now_ns, self._releases, self._stamp)
-            self.lost += ended
+            self.lost += ended if self._begin is None else 0  # warm-up requests are none of the plan
             self._end_warmup(now_ns)
         for row in rows:
             if (patience_ns := self.hang_ups.sent(row)) is not None:
@@ -266,7 +266,7 @@ class EmulatedEngine:
         """
         check_options(options, [policy])
         check_fits(plan, device, options)
-        refuse_unsimulated(plan, self.name)
+        refuse_unsimulated(plan, self.name, options)
         try:
             import ebbench.engines.emulated_core as emulated_core
         except ImportError as error:
@@ -277,9 +277,10 @@ class EmulatedEngine:
         # They know one block table per request, and one token per step.
         shortcuts = (
             self._shortcuts
-            and optional_ns(plan.table, "hang_up_ns") is None
+            and optional_ints(plan.table, "hang_up_ns") is None
             and device.kv_layout is None
             and options.drafts is None
+            and not options.by_priority  # any sequence may be preempted, one that was skipped too
         )
         run = _EmulatedRun(emulated_core, plan, policy, device, options, shortcuts=shortcuts)
         self.prepare(run.core)
@@ -360,7 +361,7 @@ class _EmulatedRun:
         self._last_ids: list[str] = []
         self._last_rows: Ints = np.zeros(0, np.int64)
         self._ones: Ints = np.ones(options.max_num_seqs, np.int64)
-        self._completed = self._output_tokens = self._total_tokens = self._fruitless = 0
+        self._completed = self._output_tokens = self._total_tokens = self._fruitless = self._received = 0
         if self._clients.hang_ups.any:
             self.core._process_aborts_queue = self._abort_in_step
 
@@ -491,7 +492,10 @@ class _EmulatedRun:
         prompt = token_ids(state.content[row], hash_ids, 0, inputs, self._vocab, state.hash_tokens).tolist()
         generated = token_ids(state.content[row], None, inputs, outputs, self._vocab).tolist()
         self._streams[self._ids[row]] = prompt + generated
-        return self._make_request(self.core, self._ids[row], prompt, outputs)
+        # In the order in which the engine gets them, as the times that a real server's requests have.
+        self._received += 1
+        priority = 0 if state.priority is None else int(state.priority[row])
+        return self._make_request(self.core, self._ids[row], prompt, outputs, priority, float(self._received))
 
     def _on_preempted(self, ids: set[str]) -> None:
         for request_id in ids:

@@ -487,7 +487,10 @@ def _later_options(options: EngineOptions) -> dict[str, Any]:
 
     Raises UsageError for one that the installed vLLM does not know.
     """
-    names = ("max_num_active_seqs", "long_prefill_token_threshold_adaptive", "scheduler_reserve_full_isl")
+    names = (
+        "max_num_active_seqs", "long_prefill_token_threshold_adaptive", "scheduler_reserve_full_isl",
+        "scheduling_policy",
+    )  # fmt: skip
     chosen = {name: getattr(options, name) for name in names if getattr(options, name) != getattr(EngineOptions, name)}
     for name in chosen:
         if not hasattr(EngineArgs, name):
@@ -513,6 +516,7 @@ def make_request(
     prompt: list[int],
     output_tokens: int,
     priority: int = 0,
+    arrival_s: float = 0.0,
     kind: type[Request] = Request,
 ) -> Request:
     """A request with a fixed output length."""
@@ -522,7 +526,7 @@ def make_request(
         prompt_token_ids=prompt,
         sampling_params=params,
         pooling_params=None,
-        arrival_time=0.0,
+        arrival_time=arrival_s,
         priority=priority,
         block_hasher=core.request_block_hasher,
     )

@@ -27,6 +27,7 @@ from ebbench.engines.base import (
     num_kv_blocks,
     plan_notes,
     refuse_queue_limits,
+    refuse_two_orders,
     refuse_undecided,
     refuse_unsimulated,
 )
@@ -100,6 +101,7 @@ def scheduler_limits(options: EngineOptions) -> SchedulerLimits:
         options.async_scheduling,
         options.long_prefill_token_threshold_adaptive,
         options.scheduler_reserve_full_isl,
+        options.by_priority,
     )
 
 
@@ -119,7 +121,7 @@ def make_controller(
     """
     if policy.native:
         return None
-    return Controller(
+    controller = Controller(
         policy,
         device.calibration,
         max_num_seqs=options.running_limit,
@@ -134,6 +136,9 @@ def make_controller(
         if options.drafts is None
         else replace(options.drafts.theory, acceptance=(0.0,) * options.drafts.tokens),
     )
+    if options.by_priority:
+        refuse_two_orders(policy.name, controller.orders_queue)
+    return controller
 
 
 def snapshot(
@@ -209,7 +214,7 @@ class SimEngine:
             raise UsageError(
                 "--speculative is not simulated with separate prefill and decode pools; leave one of them out"
             )
-        refuse_unsimulated(plan, self.name)
+        refuse_unsimulated(plan, self.name, options)
         with collector_paused():
             for make_kv in _kv_managers(plan, options):
                 try:

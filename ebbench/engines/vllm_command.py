@@ -144,7 +144,7 @@ SET_BY_EBBENCH = {
     "--enable-prefix-caching": "--no-prefix-caching", "--no-enable-prefix-caching": "--no-prefix-caching",
     "--async-scheduling": "--no-async-scheduling", "--no-async-scheduling": "--no-async-scheduling",
     "--enforce-eager": "--enforce-eager", "--no-enforce-eager": "--enforce-eager",
-    "--num-gpu-blocks-override": "--num-kv-blocks",
+    "--num-gpu-blocks-override": "--num-kv-blocks", "--scheduling-policy": "--scheduling-policy",
 }  # fmt: skip
 """Options of ``vllm serve`` that ebbench sets itself, with ebbench's option for the same; empty: there is none."""
 
@@ -319,6 +319,8 @@ def _limit_arguments(options: EngineOptions) -> list[str]:
     """The limits that differ from vLLM's defaults; older versions lack most of them."""
     names = ("max_num_active_seqs", "max_num_queued_reqs", "max_num_queued_tokens")
     given = [(name, getattr(options, name)) for name in names if getattr(options, name) is not None]
+    if options.by_priority:
+        given.append(("scheduling_policy", options.scheduling_policy))
     if options.long_prefill_token_threshold:
         given.append(("long_prefill_token_threshold", options.long_prefill_token_threshold))
     arguments = [word for name, value in given for word in ("--" + name.replace("_", "-"), str(value))]

@@ -14,8 +14,8 @@ from ebbench.analysis.documents import Column, Section, Value, comparison, label
 from ebbench.devices.base import CostModel, StepShape
 from ebbench.devices.costs import GIVEN, decode_shape
 from ebbench.papers.options import PaperOptions
-from ebbench.papers.published import DEFERRED_PAPER, rows
-from ebbench.papers.table import Content, PaperTable, changes, no_cells, ours
+from ebbench.papers.published import rows
+from ebbench.papers.table import PaperTable, Sections, changes, no_cells, ours
 from ebbench.runs.store import Measured, RunStore
 from ebbench.spec.run import RunSpec, simulated
 from vllm_eb.policies.deferred import DeferredChain, DeferredModel, approximate_chain, exact_chain
@@ -145,22 +145,24 @@ def _percent(value: float | None, base: float | None) -> float | None:
     return None if value is None or not base else 100 * (value / base - 1)
 
 
-def _table1_document(options: PaperOptions, store: RunStore) -> Content:
+def _table1_document(options: PaperOptions, store: RunStore) -> Sections:
     columns = (*labels("model", "metric"), Column("published"), Column("ours", ours=True), Column("diff", "change"))
     sections = []
     for distribution, title in DISTRIBUTIONS.items():
         lines = [line for row in rows("deferred_table1") for line in _table1_rows(options, store, row, distribution)]
         sections.append(Section(title, columns, tuple(lines)))
+    return sections
+
+
+def _table1_notes(_options: PaperOptions, _store: RunStore, _sections: Sections) -> tuple[str, ...]:
     facts = ", ".join(_constants_text(row) for row in rows("deferred_table1"))
-    notes = (
-        f"Published: {DEFERRED_PAPER}, table 1: vLLM 0.6.3 on an A100, ShareGPT with mean 285 in and 201 out.",
+    return (
         "The cost constants are not given as numbers. They are solved from the published numeric K* and the rates at "
         "K = 1 and at the best K, so these three agree by construction up to the distribution of lengths; the best K "
         f"of the simulation, the flatness around it and the times per token are predictions. Implied: {facts}.",
         "LLaMA3's printed numeric rate is 22 % above its experiment; the text puts that down to one c_d for two "
         "regimes. Our constants follow from the experiment, so our numeric rate is 18 % below the printed one.",
     )
-    return sections, notes
 
 
 def _constants_text(row: Mapping[str, str]) -> str:
@@ -171,8 +173,8 @@ def _constants_text(row: Mapping[str, str]) -> str:
 
 
 DEFERRED = PaperTable(
-    "deferred-1", "the deferred-prefill paper's table 1", "Deferred prefill, table 1: the best departure threshold",
-    _table1_cells, _table1_document, ("num_prompts",), aliases=("deferred", "table1", "1"),
+    "deferred-1", _table1_cells, ("num_prompts",), _table1_document, findings=_table1_notes,
+    aliases=("deferred", "table1", "1"),
 )  # fmt: skip
 
 
@@ -192,7 +194,6 @@ _DEVICE, _DEVICE_MODELS = "a100", {"LLaMA3": "llama-3.1-8b"}
 _BATCHES = 20
 """Requests of a run, in batches: beginning and end are a small part at every C."""
 _CHAINS = ("Prop. 1", "exact chain", "simulated")
-_PICTURE = "a picture without numbers"
 
 
 def _models() -> tuple[Row, ...]:
@@ -255,24 +256,11 @@ def _costs_section(title: str, batches: Sequence[int], *, prefill: bool) -> Sect
     return Section(title, columns, tuple(lines))
 
 
-def _costs(options: PaperOptions, store: RunStore) -> Content:
-    notes = (
-        f"Published: {DEFERRED_PAPER}, figures 2 and 3: {_PICTURE}; the text says that both times are affine in the "
-        "batch, and that the time between tokens jumps at some batch sizes.",
-        "'Implied by table 1': c_p and c_d follow from the published K* and rates; how the rest of the time divides "
-        "between prompts and sequences does not, and is set by half of an A100's peak arithmetic. They are affine by "
-        "construction.",
-        f"{_DEVICE}: our device's own cost model, which knows nothing of the paper ({MEAN_INPUT} tokens a prompt, "
-        f"{_MEAN_CONTEXT} of context a decode); its steps over the batch jump too. Granite 3.1 8B is not among our "
-        "models. It has a smaller fixed cost per prefill and prompts twice as fast: a roofline, without the host of "
-        "vLLM 0.6.3. "
-        "Granite's implied 36 ms before the first sequence are not the GPU's, which reads 16 GB of weights in 8 ms.",
-    )
-    sections = (
+def _costs(options: PaperOptions, store: RunStore) -> Sections:
+    return (
         _costs_section("Figure 2: prefill time over the prefill batch", PREFILL_BATCHES, prefill=True),
         _costs_section("Figure 3: time between tokens over the decode batch", DECODE_BATCHES, prefill=False),
     )
-    return sections, notes
 
 
 def _limits(row: Row) -> list[int]:
@@ -293,7 +281,7 @@ def _limit_cells(options: PaperOptions) -> list[RunSpec]:
     return [_limit_cell(options, row, limit, k) for row, limit in limits for k in (1, _best_k(row, limit))]
 
 
-def _limits_document(options: PaperOptions, store: RunStore) -> Content:
+def _limits_document(options: PaperOptions, store: RunStore) -> Sections:
     columns = (
         *labels("model", "C"), Column("best K", ours=True),
         *ours(*_CHAINS, group="requests/s at the best K"),
@@ -307,13 +295,7 @@ def _limits_document(options: PaperOptions, store: RunStore) -> Content:
             at_best, at_one = (_rate(store.get(_limit_cell(options, row, limit, k))) for k in (best, 1))
             rates = (_at(rough, best), _at(exact, best), at_best, _at(exact, 1), at_one)
             lines.append((row["model"], str(limit), best, *rates))
-    notes = (
-        f"Published: {DEFERRED_PAPER}, figure 4: {_PICTURE}; the text says that throughput rises with C. K is not "
-        "said: each C has its best here, and K = 1 for comparison.",
-        f"Ours: constants implied by table 1, prompts of {MEAN_INPUT} tokens, geometric answers, {_BATCHES} C "
-        "requests.",
-    )
-    return [Section("", columns, tuple(lines))], notes
+    return [Section("", columns, tuple(lines))]
 
 
 def _at(chain: DeferredChain, k: int) -> float:
@@ -405,32 +387,14 @@ def _claims(options: PaperOptions, store: RunStore) -> Section:
     return Section("The best K against K = 1", columns, tuple(lines))
 
 
-def _k_document(options: PaperOptions, store: RunStore) -> Content:
-    notes = (
-        f"Published: {DEFERRED_PAPER}, figures 5 to 7: {_PICTURE}, for ShareGPT. Its text: 13.5 and 13.7 % more "
-        "requests/s, 14 and 17 % less mean completion time at the best K than at K = 1 (Granite, LLaMA3), and p95 of "
-        "the normalised time within 1.5 times its mean. Numbers at the best K and at K = 1: `deferred-1`.",
-        "Ours: the runs of `deferred-1`, with its constants. Completion time begins when a request gets its place in "
-        "the batch, as in the paper. 'The published' K is the nearest that was run.",
-        "By Little's law the published rates imply about the published completion times: the batch holds C requests "
-        "under K = 1 and C - K/2 on average under K. Our optimum is flat for LLaMA3 (94 to 205 within 1 %), so that "
-        "'our best' K is chance, and with it the completion time there.",
-    )
-    sections = (_claims(options, store), *(_k_section(options, store, row) for row in _models()))
-    return sections, notes
+def _k_document(options: PaperOptions, store: RunStore) -> Sections:
+    return (_claims(options, store), *(_k_section(options, store, row) for row in _models()))
 
 
-DEFERRED_COSTS = PaperTable(
-    "deferred-figure2", "the deferred-prefill paper's figures 2 and 3: affine step times",
-    "Deferred prefill, figures 2 and 3: affine step times", no_cells, _costs, (), aliases=("deferred-figure3",),
-)  # fmt: skip
+DEFERRED_COSTS = PaperTable("deferred-figure2", no_cells, (), _costs, aliases=("deferred-figure3",), facts=globals())
 DEFERRED_LIMITS = PaperTable(
-    "deferred-figure4", "its figure 4: throughput over the batch limit",
-    "Deferred prefill, figure 4: throughput over the batch limit C", _limit_cells, _limits_document, ("num_prompts",),
-    whole=False,
-)  # fmt: skip
+    "deferred-figure4", _limit_cells, ("num_prompts",), _limits_document, whole=False, facts=globals()
+)
 DEFERRED_OVER_K = PaperTable(
-    "deferred-figure5", "its figures 5 to 7: throughput and completion time over K",
-    "Deferred prefill, figures 5 to 7: throughput and completion time over K", _table1_cells, _k_document,
-    ("num_prompts",), aliases=("deferred-figure6", "deferred-figure7"),
-)  # fmt: skip
+    "deferred-figure5", _table1_cells, ("num_prompts",), _k_document, aliases=("deferred-figure6", "deferred-figure7")
+)

@@ -10,9 +10,6 @@ from pathlib import Path
 from ebbench.devices.profiles import find_profile, list_devices
 from ebbench.installation import bundled_dir
 
-EB_PAPER = "Zhang et al., Threshold-Based Exclusive Batching for LLM Inference, ICML 2026"
-DEFERRED_PAPER = "Mohanty et al., Deferred prefill for throughput maximization in LLM inference, EuroMLSys 2025"
-
 MAIN_MODEL = "qwen3-8b"
 """The EB paper's model, where a table or figure of its has one."""
 GPUS: Mapping[str, str] = {name: find_profile(name).short_name for name in ("rtx-pro-6000", "h200")}

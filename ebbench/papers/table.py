@@ -1,19 +1,89 @@
-"""A table: its cells, and the document with their results."""
+"""A table or figure of a paper: its cells, the words about it, and the document or chart with the cells' results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field, replace
+from datetime import date
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import msgspec
 
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, relative
 from ebbench.errors import DataError, UsageError
+from ebbench.foreign.documents import load_toml
 from ebbench.papers.options import PaperOptions
 from ebbench.runs.store import RunStore, with_progress
 from ebbench.spec.run import RunSpec
 
-Content = tuple[Sequence[Section], Sequence[str]]
-"""Sections and notes of a document."""
+# What is said about each paper's tables, figures and claims: ``eb.toml``, ``deferred.toml``, ``staggered.toml``.
+
+PAPERS = ("eb", "deferred", "staggered")
+Agreement = Literal["same", "same direction", "in part", "differs", "no numbers in print"]
+
+
+class PaperItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One numbered table, figure or claim of a paper. ``command``: arguments of ``ebbench``, empty if there is none.
+
+    ``remark``: what we saw; ``checked``: the day on which ours was last made or compared.
+    """
+
+    name: str
+    shows: str
+    command: str = ""
+    agreement: Agreement
+    checked: date
+    remark: str
+
+
+class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is said of a table or figure: its ``title`` in the list, a table's ``heading`` and ``notes`` (one per
+    paragraph), a figure's ``caption``. Names in braces are constants of its module, or shared texts of its paper."""
+
+    title: str
+    heading: str = ""
+    notes: str = ""
+    caption: str = ""
+
+
+class PaperTexts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The file of one paper: its name, texts by the name of a table or figure, texts that several of them share, and
+    all that it prints, in its order."""
+
+    paper: str
+    shared: dict[str, str] = {}
+    tables: dict[str, Text] = {}
+    figures: dict[str, Text] = {}
+    items: tuple[PaperItem, ...] = ()
+
+
+@cache
+def paper_texts(paper: str) -> PaperTexts:
+    """The texts of one of PAPERS."""
+    return load_toml(Path(__file__).with_name(f"{paper}.toml"), PaperTexts)
+
+
+def one_line(text: str) -> str:
+    """A text of such a file without its line breaks."""
+    return " ".join(text.split())
+
+
+class _Facts(dict[str, Any]):
+    """Constants by name; a name that is none of them is that of a shared text."""
+
+    def __init__(self, constants: Mapping[str, Any], texts: PaperTexts) -> None:
+        super().__init__(constants, paper=texts.paper)
+        self._shared = texts.shared
+
+    def __missing__(self, name: str) -> str:
+        return self.filled(self._shared[name])
+
+    def filled(self, text: str) -> str:
+        """The text in one line, with values for names in braces."""
+        return one_line(text).format_map(self)
 
 
 @dataclass(frozen=True)
@@ -32,60 +102,87 @@ class Setting:
     beside_print: bool
 
 
-def table_setting(options: PaperOptions, reads: Collection[str], published: Published | None) -> Setting:
-    """How the options differ from the published setting of an item that reads ``reads``.
-
-    Values of print are shown if the number of requests is theirs and a device and a model of theirs is among the chosen
-    ones; an item gives none for the others.
-    """
-    deviations, beside = [], True
-    if options.num_prompts is not None and "num_prompts" in reads:
-        deviations.append(f"{options.num_prompts:,} requests a run")
-        beside = False
-    if published is not None:
-        chosen = (("device", options.devices, published.devices), ("model", options.models, published.models))
-        for kind, named, printed in chosen:
-            deviations += [f"{kind} {name}" for name in named if name not in printed]
-            beside = beside and (not named or any(name in printed for name in named))
-    if options.outputs != "forced" and "outputs" in reads:
-        deviations.append("answers of table 9's lengths")
-    return Setting(tuple(deviations), beside)
-
-
 @dataclass(frozen=True)
-class PaperTable:
-    """One published table. ``title`` stands in the list, ``heading`` above ``content``, its sections and notes.
+class Experiment:
+    """What tables and figures have in common.
 
-    ``whole``: keep the run directories of its cells, not only their figures.
-
-    ``reads``: the options of ``ebbench tables`` that its cells or its document depend on, by parameter name.
-    ``workloads``: the only supported ones; empty: any. ``published_on``: what its values are of by default or in print,
-    for tables that read a device or a model.
+    ``reads``: the options of ``ebbench tables`` or ``figures`` that its cells or its content depend on, by parameter
+    name. ``whole``: keep the run directories of its cells, not only their figures. ``workloads``: the only supported
+    ones; empty: any. ``published_on``: what its values are of by default or in print, where it reads a device or a
+    model. ``facts``: constants that its texts name in braces.
     """
 
     name: str
-    title: str
-    heading: str
     cells: Callable[[PaperOptions], list[RunSpec]]
-    content: Callable[[PaperOptions, RunStore], Content]
     reads: tuple[str, ...]
+    _: KW_ONLY
     whole: bool = True
-    aliases: tuple[str, ...] = field(default=())
     workloads: tuple[str, ...] = ()
     published_on: Published | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def _described(self) -> tuple[Text, _Facts]:
+        for texts in map(paper_texts, PAPERS):
+            if (text := texts.tables.get(self.name) or texts.figures.get(self.name)) is not None:
+                return text, _Facts(self.facts, texts)
+        raise KeyError(self.name)
+
+    @property
+    def title(self) -> str:
+        """Its title in the list of tables or figures."""
+        return self._described[0].title
+
+    def setting(self, options: PaperOptions) -> Setting:
+        """How the options differ from the published setting.
+
+        Values of print are shown if the number of requests is theirs and a device and a model of theirs is among the
+        chosen ones; an item gives none for the others.
+        """
+        deviations, beside = [], True
+        if options.num_prompts is not None and "num_prompts" in self.reads:
+            deviations.append(f"{options.num_prompts:,} requests a run")
+            beside = False
+        if (published := self.published_on) is not None:
+            chosen = (("device", options.devices, published.devices), ("model", options.models, published.models))
+            for kind, named, printed in chosen:
+                deviations += [f"{kind} {name}" for name in named if name not in printed]
+                beside = beside and (not named or any(name in printed for name in named))
+        if options.outputs != "forced" and "outputs" in self.reads:
+            deviations.append("answers of table 9's lengths")
+        return Setting(tuple(deviations), beside)
+
+
+Sections = Sequence[Section]
+
+
+@dataclass(frozen=True)
+class PaperTable(Experiment):
+    """One published table. ``sections`` lays out the results of its cells next to the published values; ``findings``:
+    notes that depend on the options or the results, after those of its text."""
+
+    sections: Callable[[PaperOptions, RunStore], Sections]
+    findings: Callable[[PaperOptions, RunStore, Sections], Iterable[str]] | None = field(default=None, kw_only=True)
+    aliases: tuple[str, ...] = field(default=(), kw_only=True)
 
     def document(self, options: PaperOptions, store: RunStore) -> Document:
         """Sections and notes, of which the last says how many runs are still to be made."""
-        sections, notes = self.content(options, store)
-        return Document(self.name, self.heading, tuple(sections), (*notes, *_pending(store, self.cells(options))))
+        text, facts = self._described
+        sections = tuple(self.sections(options, store))
+        notes = [facts.filled(note) for note in text.notes.split("\n\n") if note]
+        notes += self.findings(options, store, sections) if self.findings else ()
+        cells = self.cells(options)
+        if absent := len(store.missing(cells)):
+            runs = f"{absent} of {len(set(cells))} runs"
+            notes.append(f"{runs} have not been made with this version of the code; --run makes them.")
+        return Document(self.name, text.heading, sections, tuple(notes))
 
     def filled(self, options: PaperOptions, store: RunStore) -> Document:
         """The document, which says where the runs are not in the published setting and then leaves that out.
 
         Raises UsageError if the options leave no row.
         """
-        document = self.document(options, store)
-        setting = table_setting(options, self.reads, self.published_on)
+        document, setting = self.document(options, store), self.setting(options)
         if not any(section.rows for section in document.sections) and not self.cells(options):
             raise UsageError(f"{self.name} has no row for {', '.join(setting.deviations) or 'these options'}")
         return _titled(document, setting) if setting.deviations else document
@@ -143,14 +240,9 @@ def of_all(reduce: Callable[[list[float]], float], values: Iterable[float | None
     return reduce(complete) if known and len(complete) == len(known) else None
 
 
-def average(values: Sequence[float]) -> float:
-    """The mean."""
-    return sum(values) / len(values)
-
-
 def mean_figure(store: RunStore, cells: Sequence[RunSpec], key: str, scale: float = 1.0) -> float | None:
     """Mean over cells that differ in their seed; None unless all have been run."""
-    mean = of_all(average, (figure(store, cell, key) for cell in cells))
+    mean = of_all(fmean, (figure(store, cell, key) for cell in cells))
     return None if mean is None else mean * scale
 
 
@@ -196,39 +288,23 @@ def policy_row(
     return (*row, *gains)
 
 
-def _pending(store: RunStore, cells: Sequence[RunSpec]) -> tuple[str, ...]:
-    """A note with the number of cells still to be run; empty if there are none."""
-    absent = len(store.missing(cells))
-    if not absent:
-        return ()
-    return (f"{absent} of {len(set(cells))} runs have not been made with this version of the code; --run makes them.",)
-
-
-# A figure: its cells, and the chart of their results.
-
-
 @dataclass(frozen=True)
-class PaperFigure:
-    """One published figure. ``chart`` returns an altair chart, with published values if its last argument is true;
-    ``caption`` says which parts are ours.
+class PaperFigure(Experiment):
+    """One published figure. ``chart`` returns an altair chart, with published values if its last argument is true; the
+    ``caption`` of its text says which parts are ours."""
 
-    ``reads``, ``workloads`` and ``published_on`` are as in PaperTable, for the options of ``ebbench figures``.
-    """
-
-    name: str
-    title: str
-    cells: Callable[[PaperOptions], list[RunSpec]]
     chart: Callable[[PaperOptions, RunStore, bool], Any]
-    caption: str
-    reads: tuple[str, ...]
-    whole: bool = True
-    workloads: tuple[str, ...] = ()
-    published_on: Published | None = None
+
+    @property
+    def caption(self) -> str:
+        """The words below it."""
+        text, facts = self._described
+        return facts.filled(text.caption)
 
     def drawn(self, options: PaperOptions, store: RunStore) -> tuple[Any, str]:
         """The chart and its caption, which says what was run where that is not the published setting; published values
         of another setting are left out."""
-        setting = table_setting(options, self.reads, self.published_on)
+        setting = self.setting(options)
         setting_text = f"{describe_setting(setting, 'figure')} " if setting.deviations else ""
         return self.chart(options, store, setting.beside_print), setting_text + self.caption
 
@@ -236,9 +312,6 @@ class PaperFigure:
 def no_cells(_wish: PaperOptions) -> list[RunSpec]:
     """No cells, for figures that need no run."""
     return []
-
-
-# Executes the runs that a table, a figure or an advice lacks, with a progress line on stderr.
 
 
 def make_runs(

@@ -79,6 +79,7 @@ class _Facts(msgspec.Struct, frozen=True):
     prefix_hit_rate: float | None = None
     trace_requests_per_s: float | None = None
     server_reports: dict[str, Any] | None = None
+    priorities: dict[str, int] | None = None
     phase_rates: dict[str, float | None] | None = None
     client_connections: dict[str, int] | None = None
 

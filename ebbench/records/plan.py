@@ -211,7 +211,7 @@ def turn_graph(table: pa.Table) -> TurnGraph:
         waits,
         starts.tolist(),
         children[by_parent].tolist(),
-        optional_ns(table, "pause_ns"),
+        optional_ints(table, "pause_ns"),
         np.flatnonzero(first).tolist(),
         _parallel_starts(sessions, first, np.flatnonzero((waits == 0) & ~first)) if branched else {},
         branched,
@@ -254,8 +254,8 @@ def with_class(requests: pa.Table, plan: pa.Table) -> pa.Table:
     return requests.append_column(REQUESTS_EXTRAS.field("class"), plan["class"].combine_chunks().take(rows))
 
 
-def optional_ns(table: pa.Table, name: str, null: int = 0) -> Ints | None:
-    """A column of times (ns) with ``null`` for null, shape (rows,); None if the table lacks it or has only nulls."""
+def optional_ints(table: pa.Table, name: str, null: int = 0) -> Ints | None:
+    """A column of whole numbers with ``null`` for null, shape (rows,); None if the table lacks it or has only nulls."""
     if name not in table.column_names or table[name].null_count == table.num_rows:
         return None
     values: Ints = np.asarray(table[name].fill_null(null), np.int64)

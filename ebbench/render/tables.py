@@ -5,7 +5,7 @@ Pure functions from data to :class:`ebbench.analysis.documents.Document`; no inp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, stdev
@@ -145,7 +145,7 @@ def phases(case: ComparisonCase) -> Section | None:
     if len(groups_by_phase) < 2:
         return None
     everything = [group for _, groups in groups_by_phase for group in groups]
-    return _by_part("phase", case, groups_by_phase, _figures(everything, all_percentiles=False))
+    return _by_part("phase", case, groups_by_phase, {}, _figures(everything, all_percentiles=False))
 
 
 def classes(case: ComparisonCase) -> Section | None:
@@ -160,17 +160,23 @@ def classes(case: ComparisonCase) -> Section | None:
         for figure in (_median(name), *_tails(everything, name, all_percentiles=False))
     ]
     limits = _LIMITS if any(summary.slo for group in everything for summary in group.summaries) else ()
+    priorities = case.summaries[0].load.priorities
     shown = [(named(name), groups) for name, groups in groups_by_class]
-    return _by_part("class", case, shown, [_PLANNED, *limits, *latencies, _median("e2el"), _REQUESTS])
+    return _by_part("class", case, shown, priorities, [_PLANNED, *limits, *latencies, _median("e2el"), _REQUESTS])
 
 
 def _by_part(
-    kind: str, case: ComparisonCase, groups_by_name: Sequence[tuple[str, Sequence[Group]]], figures: Sequence[_Figure]
+    kind: str,
+    case: ComparisonCase,
+    groups_by_name: Sequence[tuple[str, Sequence[Group]]],
+    priorities: Mapping[str, int],
+    figures: Sequence[_Figure],
 ) -> Section:
     """One row per part and policy; no gains if there is one policy."""
     versus = [Column(f"vs\n{case.baseline.policy}", "change", key="gain")] if len(case.groups) > 1 else []
     columns = (
         Column(kind, "label", fold=True),
+        *([Column("priority", "label", right=True)] if priorities else []),
         Column("policy", "label", fold=True),
         _OUTPUT.column(),
         *versus,
@@ -178,7 +184,8 @@ def _by_part(
     )
     rows = tuple(
         (
-            name, _marked(group), _OUTPUT.cell(group), *([_gain(group, baseline_group(groups))] if versus else []),
+            name, *([str(priorities.get(name, 0))] if priorities else []), _marked(group),
+            _OUTPUT.cell(group), *([_gain(group, baseline_group(groups))] if versus else []),
             *(f.cell(group) for f in figures),
         )
         for name, groups in groups_by_name

@@ -19,7 +19,7 @@ from ebbench.analysis.metrics import Slo, parse_class_slo, refuse_unknown_classe
 from ebbench.analysis.summary import Summary, metrics_dict, summarise_phases
 from ebbench.analysis.validity import of_device
 from ebbench.devices.base import Device
-from ebbench.engines.base import Engine, EngineResult, Observer, Progress, stated_limits, unverified_priorities
+from ebbench.engines.base import Engine, EngineResult, Observer, Progress, stated_limits, uses_priorities
 from ebbench.engines.setup import journalled, policy_label, simulated_pools, with_step_parts, without_step_tables
 from ebbench.process.termination import held, interruptible, raise_if_stopped, signals_here
 from ebbench.records.files import TableParts
@@ -217,7 +217,8 @@ def _warnings(ready: Prepared) -> tuple[RunWarning, ...]:
     """Warnings of the policy about this load, or about what is not known of a running server."""
     if is_server(ready.spec.engine):
         label = policy_label(ready.engine, ready.policy, stated=ready.policy_stated)
-        return (*label.warnings, *stated_limits(ready.spec.server), *unverified_priorities(ready.plan))
+        priorities = [warning("priorities-unverified")] if uses_priorities(ready.plan) else []
+        return (*label.warnings, *stated_limits(ready.spec.server), *priorities)
     open_at_most = max((phase.max_concurrency for phase in ready.plan.phases), default=0)
     doubt = ready.policy.load_doubt(open_at_most, ready.spec.server.max_num_seqs)
     return () if doubt is None else (warning(doubt[0], **doubt[1]),)

@@ -21,6 +21,7 @@ from ebbench.engines.base import (
     check_counts,
     check_fits,
     check_options,
+    refuse_priorities,
     refuse_queue_limits,
     refuse_server_settings,
     refuse_simulated,
@@ -228,11 +229,10 @@ class Series:
         plan = self.spec.plan
         if plan.keep_text and engine.name in VIRTUAL_TIME:
             raise UsageError(f"--keep-text sends a log's prompts to a server; {engine.name} reads none, leave it out")
-        if engine.name == "vllm" and not any(word.endswith("priority") for word in self.spec.vllm_options):
+        if not is_server(self.spec.engine):
             from ebbench.workloads.mixture import has_priorities
 
-            if has_priorities(plan):
-                raise UsageError("priorities need a server that schedules by them: add -- --scheduling-policy priority")
+            refuse_priorities(has_priorities(plan), self.spec.server)
         if plan.cache_hit_rate is not None and not self.spec.server.enable_prefix_caching:
             raise UsageError("--cache-hit-rate needs the prefix cache; leave out --no-prefix-caching")
 

@@ -66,7 +66,7 @@ class QueueLimits:
     def accept(self, rows: Sequence[int], now_ns: int, releases: Releases, stamp: Stamp) -> tuple[list[int], int]:
         """Accept or refuse requests that arrive now, and those sent in place of refused ones, after calling ``stamp``.
 
-        Returns the accepted rows, and how many requests of the plan have ended: refused ones, and later turns of their
+        Returns the accepted rows, and how many requests have ended: refused ones, and later turns of their
         sessions.
         """
         accepted: list[int] = []

@@ -163,26 +163,22 @@ class DraftingScheduler(Scheduler):
         tokens[~self._continues(candidates)] = 0
         if threshold:
             np.minimum(tokens, threshold, out=tokens)
-        if np.add.reduce(tokens) > budget:
-            before = np.cumsum(tokens) - tokens
-            tokens = np.clip(budget - before, 0, tokens)
-        slots = np.minimum(computed + tokens + self.lookahead_tokens, self.longest_tokens)
-        need = -(-slots // self.limits.block_size) - state.held_blocks.take(candidates)
-        np.maximum(need, 0, out=need)
-        need[tokens == 0] = 0
-        if self._suffices(need):
-            self._grow(candidates, need)
-        else:
-            kept = self._grow_preempting(step, candidates, need)
-            candidates, tokens = candidates[:kept], tokens[:kept]
+        candidates, tokens = self._allot(step, candidates, tokens, budget)
         candidates, tokens = candidates[tokens > 0], tokens[tokens > 0]
         for row, count in zip(candidates.tolist(), tokens.tolist(), strict=True):
             if state.partial[row]:
                 self.kv.publish(row, min(int(state.computed[row]) + count, int(self._known[row])))
         return candidates, tokens, budget - int(np.add.reduce(tokens))
 
-    def _preempt(self, step: Step, row: int) -> None:
-        super()._preempt(step, row)
+    def _blocks_needed(self, rows: Ints, tokens: Ints) -> Ints:
+        slots = np.minimum(self.state.computed.take(rows) + tokens + self.lookahead_tokens, self.longest_tokens)
+        need: Ints = -(-slots // self.limits.block_size) - self.state.held_blocks.take(rows)
+        np.maximum(need, 0, out=need)
+        need[tokens == 0] = 0
+        return need
+
+    def _preempt(self, step: Step, row: int, scheduled_tokens: int = 0) -> None:
+        super()._preempt(step, row, scheduled_tokens)
         self._known[row], self._burst[row] = self.state.target[row], 0
 
     def advance(self, step: Step) -> StepShape:

@@ -52,9 +52,10 @@ def with_warmup(plan: Plan, count: int) -> Plan:
     """The plan with ``count`` warm-up requests after its own rows, whose lengths are the plan's in its order, and then
     those that put prefixes of its prompts into the cache."""
     table = plan.table
+    kept = [*PLAN.names, *({"priority"} & {*table.column_names})]
     priming = primed(table)
-    if not count:
-        return replace(plan, table=pa.concat_tables([table.select(PLAN.names), priming])) if priming.num_rows else plan
+    if not count and not priming.num_rows:
+        return plan
     rows = pa.array(np.arange(count) % table.num_rows)
     sessions = table["session"].to_numpy()
     columns = {
@@ -70,7 +71,8 @@ def with_warmup(plan: Plan, count: int) -> Plan:
         "prompt": pa.nulls(count, pa.string()),
     }
     warmup = pa.table({name: columns[name] for name in PLAN.names}, schema=PLAN)
-    return replace(plan, table=pa.concat_tables([table.select(PLAN.names), warmup, priming]).combine_chunks())
+    parts = [table.select(kept), warmup, priming]
+    return replace(plan, table=pa.concat_tables(parts, promote_options="default").combine_chunks())
 
 
 def without_warmup(state: RequestState, plan: Plan, beginning: Beginning) -> RequestState:

@@ -10,6 +10,7 @@ the methods ``any``, ``all`` and ``sum`` cost several times as much. ``a.take(ro
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -18,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from ebbench.devices.base import StepShape
-from ebbench.records.plan import Plan, optional_ns
+from ebbench.records.plan import Plan, optional_ints
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, REQUESTS_EXTRAS
 from ebbench.simulation.api_server import ApiServers
 from ebbench.simulation.kv import CountedKv, KvBlocks, LaidOutKv
@@ -191,7 +192,7 @@ class HangUps:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._after_ns = optional_ns(plan.table, "hang_up_ns", _NEVER)
+        self._after_ns = optional_ints(plan.table, "hang_up_ns", _NEVER)
         self._open: set[int] = set()
         self.any = self._after_ns is not None
         self.abandoned: set[int] = set()
@@ -333,6 +334,9 @@ class Scheduler:
         )
         self._hung_up: list[int] = []  # rows whose clients hung up, not yet processed
         self.stale: dict[int, bool] = {}  # preempted with a step in flight: whether that step samples a token for it
+        # By priority, then by arrival here: the lowest is admitted first, the highest preempted first. None: FCFS.
+        self._rank: Ints | None = np.zeros(state.count, np.int64) if limits.by_priority else None
+        self._received = 0
 
     # State.
 
@@ -421,8 +425,18 @@ class Scheduler:
         if not self._arrived:
             return
         self.seen_ns[list(self._arrived)] = now_ns
-        self.waiting.extend(self._arrived)
+        if self._rank is None:
+            self.waiting.extend(self._arrived)
+        else:
+            self._enqueue_by_rank(self._rank)
         self._arrived.clear()
+
+    def _enqueue_by_rank(self, ranks: Ints) -> None:
+        priority = self.state.priority
+        for row in self._arrived:
+            self._received += 1
+            ranks[row] = self._received + (0 if priority is None else int(priority[row]) << 40)
+            insort(self.waiting, row, key=ranks.__getitem__)
 
     def _drop_hung_up(self) -> None:
         while self._hung_up:
@@ -462,22 +476,7 @@ class Scheduler:
         tokens[computed >= state.last.take(candidates)] = 0  # the last token is in flight: no further step is needed
         if threshold:
             np.minimum(tokens, threshold, out=tokens)
-        if np.add.reduce(tokens) > budget:
-            before = np.cumsum(tokens) - tokens
-            tokens = np.clip(budget - before, 0, tokens)
-        block_size = self.limits.block_size
-        held_blocks = state.held_blocks.take(candidates)
-        if self.layout is not None:
-            need = self.layout.held(computed + tokens, self._processed(candidates, computed)) - held_blocks
-            need[tokens == 0] = 0
-        else:
-            need = (computed + tokens + (block_size - 1)) // block_size - held_blocks
-            np.maximum(need, 0, out=need)
-        if self._suffices(need):
-            self._grow(candidates, need)
-        else:
-            kept = self._grow_preempting(step, candidates, need)
-            candidates, tokens = candidates[:kept], tokens[:kept]
+        candidates, tokens = self._allot(step, candidates, tokens, budget)
         if np.count_nonzero(tokens) < len(tokens):
             scheduled = tokens > 0
             candidates, tokens = candidates[scheduled], tokens[scheduled]
@@ -488,6 +487,37 @@ class Scheduler:
             for row, known in zip(candidates[partial].tolist(), after.tolist(), strict=True):
                 self.kv.publish(row, known)
         return candidates, tokens, budget - int(np.add.reduce(tokens))
+
+    def _allot(self, step: Step, candidates: Ints, wanted: Ints, budget: int) -> tuple[Ints, Ints]:
+        """Give running requests, in order, their tokens and the KV blocks for them; if blocks run out, preempt.
+
+        ``wanted``: tokens that each could use. Returns the requests that keep their place, and the tokens of each.
+        """
+        tokens = wanted
+        if np.add.reduce(wanted) > budget:
+            before = np.cumsum(wanted) - wanted
+            tokens = np.clip(budget - before, 0, wanted)
+        need = self._blocks_needed(candidates, tokens)
+        if self._suffices(need):
+            self._grow(candidates, need)
+            return candidates, tokens
+        if self._rank is not None:
+            return self._allot_by_rank(
+                self._rank, step, dict(zip(candidates.tolist(), wanted.tolist(), strict=True)), budget
+            )
+        kept = self._grow_preempting(step, candidates, need)
+        return candidates[:kept], tokens[:kept]
+
+    def _blocks_needed(self, rows: Ints, tokens: Ints) -> Ints:
+        """Further KV blocks of each row for ``tokens`` more tokens; below 0 where some have left a window."""
+        computed, held_blocks = self.state.computed.take(rows), self.state.held_blocks.take(rows)
+        if self.layout is not None:
+            need: Ints = self.layout.held(computed + tokens, self._processed(rows, computed)) - held_blocks
+            need[tokens == 0] = 0
+            return need
+        block_size = self.limits.block_size
+        need = (computed + tokens + (block_size - 1)) // block_size - held_blocks
+        return np.maximum(need, 0, out=need)
 
     def _decode_all(self, rows: Ints, budget: int) -> tuple[Ints, Ints] | None:
         """Allocate blocks for one token of each of ``rows``, all in decode; returns the rows that get a token.
@@ -583,24 +613,57 @@ class Scheduler:
         self._leave_preempted(step)
         return kept
 
+    def _allot_by_rank(self, ranks: Ints, step: Step, wanted: dict[int, int], budget: int) -> tuple[Ints, Ints]:
+        """:meth:`_allot` where the running request of the highest rank is preempted, which may be one that this step
+        has given tokens: they go back to the budget. Requests that a policy has set aside are preempted like others.
+        """
+        running, queue, scheduled = set(self.running.tolist()), deque(wanted), dict[int, int]()
+        while queue and budget > 0:
+            row = queue.popleft()
+            tokens = min(wanted[row], budget)
+            rows, counts = np.array([row], np.int64), np.array([tokens], np.int64)
+            while tokens and (need := self._blocks_needed(rows, counts))[0] > self.kv.free:
+                victim = max(running, key=ranks.__getitem__)
+                running.remove(victim)
+                if victim in queue:
+                    queue.remove(victim)
+                returned = scheduled.pop(victim, 0)
+                budget += returned
+                self._preempt(step, victim, returned)
+                if victim == row:
+                    break
+            if row not in running:
+                break
+            if tokens:
+                self._grow(rows, need)
+                scheduled[row] = tokens
+                budget -= tokens
+        self._leave_preempted(step)
+        return np.array(list(scheduled), np.int64), np.array(list(scheduled.values()), np.int64)
+
     def _leave_preempted(self, step: Step) -> None:
         victims = np.zeros(self.state.count, np.bool_)
         victims[step.preempted] = True
         self.running = self.running[~victims[self.running]]
 
-    def _preempt(self, step: Step, row: int) -> None:
+    def _preempt(self, step: Step, row: int, scheduled_tokens: int = 0) -> None:
+        """Take a running request's blocks. ``scheduled_tokens``: that this step had given it."""
         state = self.state
         self.delivered.pop(row, None)
         in_flight = next((queued for queued in self.in_flight if row in queued.rows), None)
         samples = in_flight is not None and (in_flight.sampled is in_flight.rows or row in in_flight.sampled)
         if in_flight is not None:
             self.stale[row] = samples
-        self.kv.release(row, min(int(state.computed[row]), self.published_tokens(row)))
+        published = self.delivered_tokens(row) if scheduled_tokens else self.published_tokens(row)
+        self.kv.release(row, min(int(state.computed[row]) + scheduled_tokens, published))
         state.target[row], state.computed[row], state.held_blocks[row] = self.delivered_tokens(row), 0, 0
         self.prefilling -= int(state.partial[row])
         state.partial[row] = False
         state.preemptions[row] += 1
-        self.waiting.appendleft(row)
+        if self._rank is None:
+            self.waiting.appendleft(row)
+        else:
+            insort(self.waiting, row, key=self._rank.__getitem__)
         step.preempted.append(row)
 
     def got_token_since(self, row: int, time_ns: int) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ebbench.records.plan import Plan, block_tokens
+from ebbench.records.plan import Plan, block_tokens, optional_ints
 from ebbench.records.schema import EARLIER_TURN_FAILED, REQUESTS, REQUESTS_EXTRAS, decisions_table
 from vllm_eb.strategy import Record
 
@@ -100,6 +100,7 @@ class RequestState:
         self.end_ns: Ints = np.full(count, UNSET, np.int64)
         self.preemptions: Ints = np.zeros(count, np.int64)
         self.cached_tokens: Ints = np.zeros(count, np.int64)
+        self.priority = optional_ints(table, "priority")
         self._last_of_content: list[bool] | None = None
 
     @property

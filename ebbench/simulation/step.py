@@ -33,6 +33,7 @@ class SchedulerLimits:
     async_scheduling: bool
     long_prefill_token_threshold_adaptive: bool = False
     scheduler_reserve_full_isl: bool = True
+    by_priority: bool = False
 
 
 class Verified(NamedTuple):

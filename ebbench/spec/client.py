@@ -189,8 +189,6 @@ class ClientOptions:
         check_ranges(self)
         for name, value in (("--warmup", self.warmup), ("--slot-spacing", self.slot_spacing_s)):
             check_range(name, value, Setting("", at_least=0))
-        if self.connections not in get_args(Connecting):
-            raise UsageError(f"--connections must be {', '.join(get_args(Connecting))}, not {self.connections!r}")
         if self.max_tokens_field in _NOT_A_LIMIT or self.max_tokens_field == "":
             raise UsageError(
                 f"--max-tokens-field {self.max_tokens_field!r}: give the name of a field, such as max_tokens"

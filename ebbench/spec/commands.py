@@ -101,7 +101,7 @@ DEFAULTS: Mapping[str, Any] = {"engine": "auto", "api_server": "auto"}
 
 OF_A_SERVER = (
     "assume_decoder", "assume_kernels", "max_model_len", "gpu_memory_utilization", "vllm_version", "quantization",
-    "kv_cache_dtype", "api_server", "api_server_count", "front_end_ms", "speculative",
+    "kv_cache_dtype", "api_server", "api_server_count", "front_end_ms", "speculative", "scheduling_policy",
 )  # fmt: skip
 """Settings of a simulated server besides its device, model and the limits of its scheduler."""
 OF_TRAFFIC = (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, MOST_SECONDS, check_ranges, declare
 from ebbench.errors import UnknownNameError, UsageError
@@ -359,6 +359,10 @@ class EngineOptions:
         at_least=1,
         shown="refuses from {:,} queued prompt tokens on",
     )
+    scheduling_policy: Literal["fcfs", "priority"] = declare(
+        "fcfs", "fcfs, or priority: requests of the lowest --priorities go first.", ENGINE, text=str,
+        shown="schedules by {}",
+    )  # fmt: skip
     long_prefill_token_threshold: int = declare(
         0, "Most tokens of one prompt per step; 0: no limit.", ENGINE, shown="{:,} tokens of one prompt per step"
     )
@@ -460,6 +464,11 @@ class EngineOptions:
     def drafts(self) -> Speculative | None:
         """How the server drafts tokens; None: not at all. Raises UsageError."""
         return None if self.speculative is None else parse_speculative(self.speculative)
+
+    @property
+    def by_priority(self) -> bool:
+        """Whether the server schedules by the requests' priorities."""
+        return self.scheduling_policy == "priority"
 
     @property
     def running_limit(self) -> int:

@@ -113,6 +113,11 @@ class PolicySpec:
         return False
 
     @property
+    def orders_queue(self) -> bool:
+        """Whether it puts waiting requests into an order of its own; vLLM must not order them by priority then."""
+        return self.order != "fcfs"
+
+    @property
     def completions_per_update(self) -> int:
         """Completions between two updates of the mean lengths."""
         return 100

@@ -85,6 +85,7 @@ def test_two_causes_under_one_class_are_told_apart() -> None:
         ("not_a_stream", "(Content-Type: text/html) <html><form>log in", "a log-in page"),
         ("http_308", "(Location: /v1/completions/) ", "a slash at the end"),
         ("http_307", "(Location: http://other/v1) ", "give that one as --engine"),
+        ("http_400", "Extra inputs are not permitted (priority)", "a server started with --scheduling-policy priority"),
         ("http_400", "Unrecognized request argument supplied: ignore_eos", "--no-ignore-eos: the server"),
         ("http_400", '{"error": {"message": "Extra inputs", "param": "ignore_eos"}}', "--no-ignore-eos: the server"),
         ("http_422", '{"detail": [{"loc": ["body", "ignore_eos"], "msg": "Extra inputs"}]}', "--no-ignore-eos: the"),

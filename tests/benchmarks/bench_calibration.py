@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 
@@ -24,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import measure
-from ebbench.calibration.check import SteppedRuns, write_profile
+from ebbench.calibration.command import SteppedRuns, write_profile
 from ebbench.calibration.measure import ProbeGrid, cost_grid, fit
 from ebbench.calibration.rounds import measure_steps, start
 from ebbench.devices.loader import load_device
@@ -53,10 +54,8 @@ def main(folder: Path, *, cpu_seconds: bool) -> None:
         run.seconds.clear()  # the first of its shapes warms up
     turns = cycle(runs)
     probed = measure_steps(vllm, GRID, lambda: next(turns).run())
-    measured = fit(
-        cost_grid(GRID, probed.seconds), "bench_calibration.py", GRID.points, request_s=probed.request_s,
-        drift=probed.drift,
-    )  # fmt: skip
+    measured = fit(cost_grid(GRID, probed.seconds), "bench_calibration.py", GRID.points)
+    measured = replace(measured, request_s=probed.request_s, drift=probed.drift)
     cal = measured.calibration
     print(f"prefill {cal.alpha_p * 1e3:.2f} ms + {cal.beta_p * 1e6:.1f} us per token, R2 {measured.prefill_r2:.3f}")
     print(f"decode {cal.alpha_d * 1e3:.2f} ms + {cal.beta_d * 1e6:.1f} us per sequence, R2 {measured.decode_r2:.3f}")

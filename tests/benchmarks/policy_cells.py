@@ -15,7 +15,7 @@ from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.papers.protocols import VLLM
-from ebbench.papers.staggered.prefill import deployed
+from ebbench.papers.staggered import deployed
 from ebbench.records.plan import Plan
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from ebbench.calibration.check import SteppedRuns, write_profile
-from ebbench.calibration.command import lines
+from ebbench.calibration.command import SteppedRuns, lines, write_profile
 from ebbench.calibration.measure import MeasuredCosts, ProbeGrid, cost_grid, fit
 from ebbench.calibration.rounds import SteppedVllm, measure_steps
 from ebbench.devices.base import StepShape

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebbench.calibration.check import SteppedRuns, write_profile
+from ebbench.calibration.command import SteppedRuns, write_profile
 from ebbench.calibration.measure import ProbeGrid, cost_grid, fit
 from ebbench.calibration.rounds import SteppedVllm, measure_steps, summarise, without_stalls
 from ebbench.devices.base import StepShape
@@ -109,7 +109,7 @@ def test_a_calibrated_profile_predicts_runs_between_its_measured_points(tmp_path
     runs = SteppedRuns.beside(GRID, vllm, 24)
     probed = measure_steps(vllm, GRID, runs.pause)
     assert len(runs.seconds) == GRID.repeats
-    measured = fit(cost_grid(GRID, probed.seconds), "made up", GRID.points, request_s=probed.request_s)
+    measured = replace(fit(cost_grid(GRID, probed.seconds), "made up", GRID.points), request_s=probed.request_s)
     device = unknown_device("made-up", "qwen3-8b")
     check = runs.check(device, measured, GRID)
     assert abs(check.error) < 0.01

@@ -30,7 +30,7 @@ def test_every_source_has_a_page_and_no_page_is_left_over() -> None:
 
 
 def test_a_source_without_a_page_is_refused() -> None:
-    with pytest.raises(DataError, match=r"table 99, no API server: .*pages\.py"):
+    with pytest.raises(DataError, match=r"table 99, no API server: .*pages\.toml"):
         source_page("table 99, no API server")
 
 

@@ -15,7 +15,7 @@ from ebbench.cli.main import app
 from ebbench.engines.base import EngineResult
 from ebbench.papers.eb.disaggregation import explained
 from ebbench.papers.options import PaperOptions
-from ebbench.papers.staggered.prefill import (
+from ebbench.papers.staggered import (
     MODEL,
     SHARES,
     SHORT_3K,

@@ -228,6 +228,14 @@ def _row(table: pa.Table, row: int) -> dict[str, Any]:
     return values
 
 
+def with_priorities(plan: Plan, seed: int) -> Plan:
+    """The plan with a priority per session, drawn at random; some have none."""
+    rng = random.Random(seed)
+    values = {session: rng.choice([None, 0, 1, 5, -3]) for session in set(plan.table["session"].to_pylist())}
+    column = pa.array([values[session] for session in plan.table["session"].to_pylist()], pa.int32())
+    return replace(plan, table=plan.table.append_column("priority", column))
+
+
 def as_agents(plan: Plan, seed: int, *, hang_ups: bool = True) -> Plan:
     """The plan with pauses, turns that run in parallel and join, and clients that hang up, all drawn at random."""
     rng = random.Random(seed)

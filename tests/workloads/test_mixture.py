@@ -202,12 +202,25 @@ def test_what_cannot_be_mixed_is_refused(workload: str, options: dict[str, Any],
         plan_of(workload, **options)
 
 
-@pytest.mark.parametrize("engine", ["sim"])
-def test_an_engine_without_priorities_refuses_them(engine: str) -> None:
-    run = ["run", TWO, "--engine", engine, "--source", "profile", "-n", "8", "-c", "2", "--priorities", "talk=1"]
-    done = CliRunner().invoke(app, [*run, "--policy", "v1"])
+def test_a_server_that_does_not_schedule_by_priority_is_refused() -> None:
+    run = ["run", TWO, "--source", "profile", "-n", "8", "-c", "2", "--priorities", "talk=1", "--policy", "v1"]
+    done = CliRunner().invoke(app, run)
     assert done.exit_code == 2
-    assert "--scheduling-policy priority" in " ".join(done.output.split())
+    assert "add --scheduling-policy priority" in " ".join(done.output.split())
+
+
+def test_results_of_a_class_have_its_priority(tmp_path: Path) -> None:
+    load = ["--source", "profile", "-n", "8", "-c", "2", "--priorities", "talk=1", "--scheduling-policy", "priority"]
+    run = ["run", TWO, *load, "--policy", "v1"]
+    done = CliRunner().invoke(app, [*run, "-o", str(tmp_path / "run")])
+    assert done.exit_code == 0, done.output
+    shown = " ".join(done.output.split())
+    for words in ("priorities talk=1", "schedules by priority", "class priority policy"):
+        assert words in shown
+    stored = Run.load(tmp_path / "run").table("classes")
+    assert stored.select(["class", "priority"]).to_pydict() == {"class": ["chat", "talk"], "priority": [0, 1]}
+    [own] = json.loads(CliRunner().invoke(app, [*run, "--json", "-q"]).stdout)
+    assert own["classes"]["talk"]["priority"] == 1
 
 
 def test_single_workloads_are_no_mixtures(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_
 from ebbench.installation import REFERENCE
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import FIXED_THETA, SERVER_BUDGET, SERVER_SEQS, Protocol, ebplus_as_run, protocol_cells
-from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, SYNTHETIC, gpu_title, pick
-from ebbench.papers.table import Content, PaperTable, Published
+from ebbench.papers.published import GPUS, MAIN_MODEL, SYNTHETIC, gpu_title, pick
+from ebbench.papers.table import PaperTable, Published, Sections
 from ebbench.records.warnings import shown_text
 from ebbench.runs.store import Measured, RunStore
 from ebbench.spec.run import RunSpec
@@ -131,20 +131,6 @@ _METRICS = (
     ("tpot_ms", "TPOT ms", "mean_tpot_ms", 1.0),
 )
 _METRICS20 = (_METRICS[0], ("ttft_ms", "TTFT ms", "mean_ttft_ms", 1.0), _METRICS[2])
-_RUN_NOTE = (
-    "Run as the authors' scripts say (ebbench/papers/eb/disaggregation.py): prompts of one length, outputs within 25 % "
-    f"of their mean, vLLM's defaults B = {SERVER_BUDGET} and N = {SERVER_SEQS}; pools on four GPUs without chunked "
-    f"prefill, B = {UNCHUNKED_BUDGET}. EB+ has a threshold of 0.8; its margin on RTX PRO 6000 is inferred."
-)
-_POOLS_NOTE = (
-    f"Pools follow vLLM's P2P NCCL connector: servers use {POOL_UTILIZATION} of the memory, the rest of a decode "
-    "server's receives KV and holds it until the request has finished; nothing holds a transfer back, and a full store "
-    "ends the run ('OOM'). A proxy sends requests to the servers in turn."
-)
-_RANKS_NOTE = (
-    "The ranks of the data-parallel server run in lockstep, as those of a dense model do up to vLLM 0.13, with "
-    "requests spread evenly over them."
-)
 
 
 def _cell(options: PaperOptions, device: str, protocol: Protocol) -> RunSpec:
@@ -215,26 +201,15 @@ def _section19(options: PaperOptions, store: RunStore, device: str) -> Section:
     return Section(gpu_title(device), labels("c", "metric") + _columns(_ALL_TWO, further), tuple(rows))
 
 
-def _content19(options: PaperOptions, store: RunStore) -> Content:
-    deaths = []
+def _sections19(options: PaperOptions, store: RunStore) -> Sections:
+    return [_section19(options, store, device) for device in options.devices or GPUS]
+
+
+def _deaths(options: PaperOptions, store: RunStore, _sections: Sections) -> Iterator[str]:
     for device, concurrency in product(options.devices or GPUS, REQUESTS19):
         measured = store.get(_cell19(options, device, TWO["disagg_1p1d"], concurrency))
         if measured is not None and measured.figures.get("dead"):
-            deaths.append(f"{gpu_title(device)}, c = {concurrency}: {shown_text(measured.figures['dead'])}.")
-    notes = (
-        f"Published: {EB_PAPER}, table 19 (F.4), Qwen3-8B on two GPUs; tokens/s count prompts and answers. 1,000 "
-        "requests of 512 tokens, outputs of 256 on average; 4,000 with 2,048 open, which is inferred.",
-        _RUN_NOTE,
-        _RANKS_NOTE,
-        _POOLS_NOTE,
-        "With c requests open, up to c received prompts are held, 75 MB each: on RTX PRO 6000 that fills the store at "
-        "c = 512 already, where the published run lived. 'Copies dropped early' gives a copy up "
-        "once its request runs, so that only what waits for a place is held. (The connector can also move copies to "
-        "the host's memory, which is not modelled.)",
-        *deaths,
-    )
-    sections = tuple(_section19(options, store, device) for device in (options.devices or GPUS))
-    return sections, notes
+            yield f"{gpu_title(device)}, c = {concurrency}: {shown_text(measured.figures['dead'])}."
 
 
 # Table 20: four GPUs.
@@ -348,20 +323,11 @@ def _ttft(measured: Measured) -> float:
     return measured.get("mean_ttft_ms", 1e-3) or 0.0
 
 
-def _content20(options: PaperOptions, store: RunStore) -> Content:
-    notes = (
-        f"Published: {EB_PAPER}, table 20 (F.4), Qwen3-8B on four GPUs; where nothing is printed, the decode GPU ran "
-        "out of memory or time. 2,000 requests per setting.",
-        _RUN_NOTE,
-        _RANKS_NOTE,
-        _POOLS_NOTE,
-        *_verdicts(options, store),
-    )
-    sections = tuple(_section20(options, store, device) for device in (options.devices or GPUS))
-    return sections, notes
+def _sections20(options: PaperOptions, store: RunStore) -> Sections:
+    return [_section20(options, store, device) for device in options.devices or GPUS]
 
 
-def _verdicts(options: PaperOptions, store: RunStore) -> Sequence[str]:
+def _verdicts(options: PaperOptions, store: RunStore, _sections: Sections) -> Sequence[str]:
     remarks = []
     for device in options.devices or GPUS:
         near = total = 0
@@ -401,10 +367,8 @@ def _best_policy(options: PaperOptions, store: RunStore, device: str, mix: str, 
 _READS = ("device", "model", "policy", "num_prompts")
 _PUBLISHED = Published(tuple(GPUS), (MAIN_MODEL,))
 TABLE19 = PaperTable(
-    "table19", "two GPUs: DP=2 against 1P+1D", "Table 19: two GPUs, DP=2 against 1P+1D", _cells19, _content19, _READS,
-    whole=False, published_on=_PUBLISHED,
-)  # fmt: skip
+    "table19", _cells19, _READS, _sections19, findings=_deaths, whole=False, published_on=_PUBLISHED, facts=globals()
+)
 TABLE20 = PaperTable(
-    "table20", "four GPUs: DP=4 against three splits", "Table 20: four GPUs, DP=4 against three splits", _cells20,
-    _content20, _READS, whole=False, published_on=_PUBLISHED,
-)  # fmt: skip
+    "table20", _cells20, _READS, _sections20, findings=_verdicts, whole=False, published_on=_PUBLISHED, facts=globals()
+)

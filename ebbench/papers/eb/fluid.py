@@ -14,8 +14,8 @@ from ebbench.devices.costs import published_calibration
 from ebbench.devices.profiles import find_model, find_profile
 from ebbench.errors import UsageError
 from ebbench.papers.options import PaperOptions
-from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, gpu_title
-from ebbench.papers.table import Content, PaperTable, Published, no_cells
+from ebbench.papers.published import GPUS, MAIN_MODEL, gpu_title
+from ebbench.papers.table import PaperTable, Published, Sections, no_cells
 from ebbench.runs.store import RunStore
 from vllm_eb.calibration import Calibration
 from vllm_eb.policies.deferred import DeferredModel, exact_chain
@@ -118,21 +118,11 @@ def _percent(value: float) -> str:
     return f"{100 * value:+.2f} %"
 
 
-def _document(options: PaperOptions, store: RunStore) -> Content:
-    sections = tuple(_section(device, options.model()) for device in options.devices or tuple(GPUS))
-    notes = (
-        f"Published: {EB_PAPER}, table 8, which states orders and no figures. Ours: the expected time of one decode "
-        f"phase, with the authors' published costs, answers of {MEAN_OUTPUT} tokens (geometric) and prompts of "
-        f"{MEAN_INPUT}; each row is one step from the exact chain to the closed form, relative to the step before. "
-        f"Fluctuation: standard deviation of one phase's time over {PHASES:,} simulated phases; it falls with "
-        "N^-1/2 as printed, but is no few percent: such short phases see few completions. Averages hardly change.",
-        "Requests/s lost: at the printed threshold against the exact chain's best. Phases are short here (theta0 / p0 "
-        "iterations), so that overshoot and rounding are the largest errors, as the text says of small thresholds.",
-    )
-    return sections, notes
+def _document(options: PaperOptions, store: RunStore) -> Sections:
+    return tuple(_section(device, options.model()) for device in options.devices or tuple(GPUS))
 
 
 TABLE8 = PaperTable(
-    "table8", "errors of the fluid approximation", "Table 8: errors of the fluid approximation", no_cells, _document,
-    ("device", "model"), published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
+    "table8", no_cells, ("device", "model"), _document, published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
+    facts=globals(),
 )  # fmt: skip

@@ -9,8 +9,8 @@ import numpy as np
 from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels
 from ebbench.hazard import Hazard, analyse_lengths, trend_tests
 from ebbench.papers.options import PaperOptions
-from ebbench.papers.published import EB_PAPER, WORKLOADS, pick
-from ebbench.papers.table import Content, PaperFigure, PaperTable, no_cells
+from ebbench.papers.published import WORKLOADS, pick
+from ebbench.papers.table import PaperFigure, PaperTable, Sections, no_cells
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, VERMILION
 from ebbench.runs.store import RunStore
@@ -38,7 +38,7 @@ def _lengths(options: PaperOptions, workload: str) -> tuple[dict[str, float], st
     return figures, rising, str(plan.facts.get("source", ""))
 
 
-def _document9(options: PaperOptions, store: RunStore) -> Content:
+def _document9(options: PaperOptions, store: RunStore) -> Sections:
     columns = labels("workload", "source")
     for _, title in _FIELDS:
         columns += compared(title)
@@ -51,22 +51,10 @@ def _document9(options: PaperOptions, store: RunStore) -> Content:
             published = pick("table9_workload_lengths", name, workload=WORKLOADS.get(workload, workload))
             row += comparison(published, figures[name])
         rows.append((*row, rising))
-    notes = (
-        f"Published: {EB_PAPER}, table 9; all four workloads are reported as IFR (increasing failure rate). Samples "
-        "are conversations for WildChat; its input mean is per turn with history here and not published.",
-        "WildChat's published output mean of 310 is above the limit of 256 tokens per turn, so it is that of the "
-        "answers before the cut; ours is after it. IFR here: both tests of `ebbench hazard` reject no trend at 5 %.",
-        "With source 'profile' IFR here shows nothing about the data sets: profiles are gamma distributions with table "
-        "9's mean and deviation, so that their shape is above 1, and such a hazard rises. --source hub tests the data "
-        "sets instead; --workload NAME --source file:PATH a copy of one, in its own format.",
-    )
-    return [Section("", columns, tuple(rows))], notes
+    return [Section("", columns, tuple(rows))]
 
 
-TABLE9 = PaperTable(
-    "table9", "workload lengths", "Table 9: workload lengths in tokens", no_cells, _document9,
-    ("workload", "num_prompts", "source"),
-)  # fmt: skip
+TABLE9 = PaperTable("table9", no_cells, ("workload", "num_prompts", "source"), _document9)
 
 
 # Table 12 of the EB paper (appendix E.4): tests of the hazard's trend on real workloads. It needs no runs.
@@ -93,7 +81,7 @@ def _row12(options: PaperOptions, workload: str) -> tuple[Value, ...]:
     return (*head, *figures, word)
 
 
-def _document12(options: PaperOptions, store: RunStore) -> Content:
+def _document12(options: PaperOptions, store: RunStore) -> Sections:
     columns: tuple[Column, ...] = (
         *labels("workload", "source"), Column("n printed"), Column("answers", ours=True), Column("up to t", ours=True),
         Column("tau", group="Mann-Kendall", ours=True, show=lambda tau: f"{tau:+.2f}"),
@@ -102,21 +90,10 @@ def _document12(options: PaperOptions, store: RunStore) -> Content:
         Column("p", group="regression", ours=True, show=_probability), Column("hazard", "label", ours=True),
     )  # fmt: skip
     rows = tuple(_row12(options, workload) for workload in options.workloads or tuple(SAMPLES))
-    notes = (
-        f"Published: {EB_PAPER}, table 12: both tests find a rising hazard (IFR) on all three; its p-values are not "
-        "legible in our copy.",
-        "From length profiles this shows nothing about the data sets: the profiles are gamma distributions whose shape "
-        "follows from table 9's mean and deviation, so a rising hazard was put in. --source hub tests the data sets, "
-        "--workload NAME --source file:PATH a copy of one.",
-        "Up to the 95th percentile, or the limit at which answers were cut if that is lower.",
-    )
-    return [Section("", columns, rows)], notes
+    return [Section("", columns, rows)]
 
 
-TABLE12 = PaperTable(
-    "table12", "trend tests of the hazard", "Table 12: tests of the completion hazard", no_cells, _document12,
-    ("workload", "num_prompts", "source"),
-)  # fmt: skip
+TABLE12 = PaperTable("table12", no_cells, ("workload", "num_prompts", "source"), _document12)
 
 
 # Figure 11 of the EB paper: output lengths of the real workloads and their empirical hazard.
@@ -190,10 +167,4 @@ def _chart11(options: PaperOptions, store: RunStore, published: bool) -> Any:
     return alt.vconcat(*lines)
 
 
-FIGURE11 = PaperFigure(
-    "figure11", "output lengths and completion hazard of the real workloads", no_cells, _chart11,
-    "Ours, from length profiles fitted to table 9 (--source hub reads the data sets). Dashed: the mean. Hazard up to "
-    "the 95th percentile, in bins. Answers cut at a limit (the last bar) are censored, not ended; the published "
-    "estimator takes them for ended, which tilts its line.",
-    ("workload", "num_prompts", "source"),
-)  # fmt: skip
+FIGURE11 = PaperFigure("figure11", no_cells, ("workload", "num_prompts", "source"), _chart11)

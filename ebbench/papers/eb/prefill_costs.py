@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import product
 from typing import Any
@@ -20,12 +20,12 @@ from ebbench.errors import UsageError
 from ebbench.papers.eb.disaggregation import value_or_oom
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import ASYNC_SCHEDULING, VLLM, Protocol, long_context_protocol, protocol_cells
-from ebbench.papers.published import EB_PAPER, GPUS, gpu_title, model_title, rows
+from ebbench.papers.published import GPUS, gpu_title, model_title, rows
 from ebbench.papers.table import (
-    Content,
     PaperFigure,
     PaperTable,
     Published,
+    Sections,
     beside,
     figure,
     no_cells,
@@ -48,9 +48,6 @@ TABLE6_MODELS: Mapping[str, str] = {
 }  # fmt: skip
 """The table's models that have a device here, by their printed names; Llama-3.2-1B has none."""
 TABLE6_POLICIES = ("v1", "eb")
-_EXTRAPOLATED = (
-    "Steps of such lengths lie outside the measured kernel tables; attention is extrapolated in the context."
-)
 
 
 def table6_protocol(policy: str, concurrency: int) -> Protocol:
@@ -86,19 +83,12 @@ def _table6_section(options: PaperOptions, store: RunStore, device: str) -> Sect
     return Section(gpu_title(device), columns, tuple(lines))
 
 
-def _table6_content(options: PaperOptions, store: RunStore) -> Content:
-    notes = (
-        f"Published: {EB_PAPER}, table 6 (A.1), {GPUS[DEVICE]}; tokens/s count prompts and answers.",
-        "Run as the authors' scripts say: 16 requests of 131,071 tokens, answers of 48 to 80, vLLM's defaults B = 8192 "
-        "and N = 1024, EB with a threshold of 0.8. Llama-3.2-1B is not among our models.",
-        _EXTRAPOLATED,
-    )
-    return [_table6_section(options, store, device) for device in options.devices or (DEVICE,)], notes
+def _table6_content(options: PaperOptions, store: RunStore) -> Sections:
+    return [_table6_section(options, store, device) for device in options.devices or (DEVICE,)]
 
 
 TABLE6 = PaperTable(
-    "table6", "128K tokens in, 64 out, on one GPU", "Table 6: 128K tokens in, 64 out", _table6_cells, _table6_content,
-    ("device", "model", "policy", "num_prompts"), whole=False,
+    "table6", _table6_cells, ("device", "model", "policy", "num_prompts"), _table6_content, whole=False,
     published_on=Published((DEVICE,), tuple(TABLE6_MODELS.values())),
 )  # fmt: skip
 
@@ -114,12 +104,6 @@ LIMITS = {5: (4_096, 8_192, 16_384), 7: (32_768, 65_536, 131_072)}
 """Longest prompt (tokens) of each row, by table; an assumption: the rows' labels are not legible in our copy."""
 POINTS = 32
 _TABLE = "table5_table7_prefill_r2"
-_ASSUMED = (
-    "The ranges are assumed: the rows' labels are not legible in our copy. The text says budgets of 2K to 8K tokens, "
-    "up to 16K, and 128K at most in table 7; each range twice the one before fits that. Ours: least squares over 32 "
-    "lengths evenly spaced up to the range's end, with the device's cost model in place of a GPU."
-)
-_MISSING = "Llama-3.2-1B has no device here."
 
 
 def r_squared(x: Sequence[float], y: Sequence[float]) -> float:
@@ -177,34 +161,17 @@ def _calibrations(options: PaperOptions) -> Section:
     return Section("R² of the authors' calibration files, 256 to 4,096 tokens", columns, tuple(lines))
 
 
-def _document5(options: PaperOptions, store: RunStore) -> Content:
-    notes = (
-        f"Published: {EB_PAPER}, table 5. {_ASSUMED}",
-        "Decode: 16 to 1,024 sequences of 512 tokens; the authors' context is not stated.",
-        _MISSING,
-    )
-    return (_fits(options, 5), _calibrations(options)), notes
+def _document5(options: PaperOptions, store: RunStore) -> Sections:
+    return (_fits(options, 5), _calibrations(options))
 
 
-def _document7(options: PaperOptions, store: RunStore) -> Content:
-    notes = (
-        f"Published: {EB_PAPER}, table 7: one step computes a prompt of up to 128K tokens. {_ASSUMED}",
-        f"Step times here end at {MAX_TOKENS:,} tokens a step; rows beyond have none of ours.",
-        _MISSING,
-    )
-    return [_fits(options, 7)], notes
+def _document7(options: PaperOptions, store: RunStore) -> Sections:
+    return [_fits(options, 7)]
 
 
 _LINEAR_PUBLISHED = Published((DEVICE,), tuple(model for model in LINEAR_MODELS.values() if model))
-TABLE5 = PaperTable(
-    "table5", "linearity of prefill times within budgets",
-    "Table 5: linearity of prefill times within practical budgets", no_cells, _document5, ("model",),
-    published_on=_LINEAR_PUBLISHED,
-)  # fmt: skip
-TABLE7 = PaperTable(
-    "table7", "linearity of prefill times up to 128K tokens", "Table 7: linearity of prefill times beyond practice",
-    no_cells, _document7, ("model",), published_on=_LINEAR_PUBLISHED,
-)  # fmt: skip
+TABLE5 = PaperTable("table5", no_cells, ("model",), _document5, published_on=_LINEAR_PUBLISHED)
+TABLE7 = PaperTable("table7", no_cells, ("model",), _document7, published_on=_LINEAR_PUBLISHED, facts=globals())
 
 _MODEL_COLOURS = (BLUE, VERMILION, GREEN, ORANGE, BLACK, PURPLE)
 _TIMES = tuple(2048 * i for i in range(1, MAX_TOKENS // 2048 + 1))
@@ -244,12 +211,7 @@ def _chart7(options: PaperOptions, store: RunStore, published: bool) -> Any:
     )
 
 
-FIGURE7 = PaperFigure(
-    "figure7", "prefill time over a step's tokens, and R² of its linear fit", no_cells, _chart7,
-    "Lines: ours, up to the 65,536 tokens at which step times end here. Crosses: tables 5 and 7, at assumed ranges "
-    "(their labels are not legible in our copy). The measured curves of the left panel are not published as numbers.",
-    ("model",), published_on=_LINEAR_PUBLISHED,
-)  # fmt: skip
+FIGURE7 = PaperFigure("figure7", no_cells, ("model",), _chart7, published_on=_LINEAR_PUBLISHED)
 
 
 # 128K tokens in, 64 out, on two GPUs at the concurrency that fits into memory; table 6 of the EB paper has one GPU.
@@ -330,38 +292,26 @@ def _change(value: Value, base: Value) -> float | None:
     return relative(value, base) if isinstance(value, float) and isinstance(base, float) else None
 
 
-def _long_document(options: PaperOptions, store: RunStore) -> Content:
-    sections = tuple(
-        _long_section(options, store, device) for device in dict.fromkeys(d for d, _ in _long_pairs(options))
-    )
-    notes = (
-        "What the EB paper prints for one GPU stands in table6.",
-        f"Ours: {INPUT:,} tokens in, {OUTPUT} out, chunks of {BUDGET:,}, a closed loop of as many requests as the KV "
-        "cache of both GPUs holds (per GPU in the table), 120 requests. DP=2 under three policies, and 1P+1D under v1.",
-        _EXTRAPOLATED,
-        *_long_findings(sections),
-    )
-    return sections, notes
+def _long_sections(options: PaperOptions, store: RunStore) -> Sections:
+    return [_long_section(options, store, device) for device in dict.fromkeys(options.devices or GPUS)]
 
 
-def _long_findings(sections: tuple[Section, ...]) -> tuple[str, ...]:
+def _long_findings(_options: PaperOptions, _store: RunStore, sections: Sections) -> Iterator[str]:
     """On how many models EB is ahead of v1, and by how much."""
-    remarks = []
     for section in sections:
         changes = [value for row in section.rows if isinstance(value := row[-2], float)]
         if changes:
             ahead = sum(change > 0 for change in changes)
-            remarks.append(
+            yield (
                 f"{section.title}: EB has more throughput than v1 on {ahead} of {len(changes)} models, by "
                 f"{100 * min(changes):+.1f} to {100 * max(changes):+.1f} %. Exclusive steps halve the time per token, "
                 "which here is nearly all prompts of others, and double the wait for the first; prompts are almost all "
                 "of the work, so throughput hardly depends on how steps are put together. Pools halve it: the decode "
                 "GPU has next to nothing to do."
             )
-    return tuple(remarks)
 
 
 LONG_CONTEXT = PaperTable(
-    "long-context", "128K in, 64 out", "128K in, 64 out", _long_cells, _long_document,
-    ("device", "model", "num_prompts"), whole=False, published_on=Published(tuple(GPUS), LONG_MODELS),
+    "long-context", _long_cells, ("device", "model", "num_prompts"), _long_sections, findings=_long_findings,
+    whole=False, published_on=Published(tuple(GPUS), LONG_MODELS), facts=globals(),
 )  # fmt: skip

@@ -14,11 +14,11 @@ from ebbench.analysis.summary import summarise_phases
 from ebbench.errors import UsageError
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import MEAN_OUTPUT, protocol_cells, table3_protocol
-from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, gpu_title, pick
+from ebbench.papers.published import GPUS, MAIN_MODEL, gpu_title, pick
 from ebbench.papers.table import (
-    Content,
     PaperTable,
     Published,
+    Sections,
     changes,
     mean_figure,
     of_all,
@@ -53,17 +53,6 @@ _METRICS3 = (
     ("total_tokens_per_s", "tokens/s", "total_token_throughput", 1.0),
     ("ttft_s", "TTFT s", "mean_ttft_ms", 1e-3),
     ("tpot_ms", "TPOT ms", "mean_tpot_ms", 1.0),
-)
-_NOTES3 = (
-    f"Published: {EB_PAPER}, table 3. Tokens/s count prompts and answers over the whole run; TTFT and TPOT are means.",
-    "Ours: engine sim, run as `ebbench fidelity` does, by what the authors' scripts say "
-    "(ebbench/papers/protocols.py). Traffic levels: mean 512 in, 256 out, 100 warm-up requests that count nowhere, "
-    "then 4,000; B = 14336, N = 1024; EB with a floor of 0.7 under its threshold at c = 512 and 2048. Distribution "
-    "shift: 6,000 requests of three kinds in mixed order, the floor for EB and EB+. Concurrency shift: five runs of "
-    "2,000, means over them. Shifts have no warm-up, B = 18432, N = 2048. No asynchronous scheduling, as in the "
-    "authors' vLLM.",
-    "deferred refills after K departures, K the best of the exact chain of Mohanty et al. for these costs; the paper "
-    "has no such column, nor one for v0.",
 )
 
 
@@ -135,14 +124,14 @@ def _gain(rates: Mapping[str, float | None], policy: str, base: str) -> float | 
     return relative(rates[policy], rates[base] if base in rates else of_all(max, (rates["v1"], rates["eb"])))
 
 
-def _content3(options: PaperOptions, store: RunStore) -> Content:
+def _content3(options: PaperOptions, store: RunStore) -> Sections:
     settings = _settings(options, *GPUS)
-    return [make(options, store, *setting) for setting in settings for make in (_section3, _gains)], _NOTES3
+    return [make(options, store, *setting) for setting in settings for make in (_section3, _gains)]
 
 
 TABLE3 = PaperTable(
-    "table3", "traffic levels and moving traffic", "Table 3: traffic levels and moving traffic", _cells3, _content3,
-    ("device", "model", "policy", "num_prompts"), published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
+    "table3", _cells3, ("device", "model", "policy", "num_prompts"), _content3,
+    published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
 )  # fmt: skip
 
 
@@ -151,12 +140,6 @@ TABLE3 = PaperTable(
 TTFT_S = (2.0, 5.0, 10.0)
 TPOT_MS = (50.0, 100.0)
 _RANKS = ("strict", "relaxed")
-_NOTES18 = (
-    f"Published: {EB_PAPER}, table 18; per cent of requests that meet both targets, Qwen3-8B, mean 512 in and 256 out "
-    "at concurrency 512 (B = 14336, N = 1024).",
-    "Of the targets only TTFT 10 s with TPOT 100 ms is legible in our copy of the paper; 2 s, 5 s and 50 ms are "
-    "assumed. --ttft and --tpot take any others.",
-)
 
 
 def _cell18(options: PaperOptions, device: str, model: str, policy: str) -> RunSpec:
@@ -199,13 +182,12 @@ def _section18(options: PaperOptions, store: RunStore, device: str, model: str) 
     return Section(f"{gpu_title(device)}, {model}", (*labels("TTFT ≤", "TPOT ≤"), *columns), tuple(rows))
 
 
-def _content18(options: PaperOptions, store: RunStore) -> Content:
-    return [_section18(options, store, *setting) for setting in _settings(options, "rtx-pro-6000")], _NOTES18
+def _content18(options: PaperOptions, store: RunStore) -> Sections:
+    return [_section18(options, store, *setting) for setting in _settings(options, "rtx-pro-6000")]
 
 
 TABLE18 = PaperTable(
-    "table18", "SLO attainment over TTFT and TPOT targets", "Table 18: SLO attainment in per cent", _cells18,
-    _content18, ("device", "model", "policy", "num_prompts", "ttft", "tpot"),
+    "table18", _cells18, ("device", "model", "policy", "num_prompts", "ttft", "tpot"), _content18,
     published_on=Published(("rtx-pro-6000",), (MAIN_MODEL,)),
 )  # fmt: skip
 
@@ -231,17 +213,6 @@ RATES_PER_S: Mapping[str, float] = {"rtx-pro-6000": 17.0, "h200": 33.0}
 BUDGET, SEQS = 8192, 1024
 ADAPTATION_OUTPUT = 256
 _WORKLOAD = "balanced"
-_ADAPTATION_NOTES = (
-    "Not a table of the paper. Engine sim, asynchronous scheduling as in vLLM 0.32, balanced lengths of 512 in and 256 "
-    "out where the scenario brings none, B = 8192, N = 1024, settings of every policy at their defaults.",
-    "A phase lasts from its first token to that of the next. Its throughput is tokens processed per second over all of "
-    "it, the time to adapt included; prompts and answers count. In the open loop arrivals set the throughput; E2EL is "
-    "the mean time from a request's arrival to its end, in the phase of its arrival. TTFT is the median.",
-    f"Best fixed: the best of {', '.join(FIXED)} in this phase. Regret: throughput lost, or time added, against it; "
-    "below zero is better than each of them.",
-    "Adapted: from the start of the phase to the last change of mode in it; in brackets the answers that ended "
-    "meanwhile (EB+ decides every 100) and the number of changes.",
-)
 
 
 class Phase(NamedTuple):
@@ -340,12 +311,12 @@ def _adapted(phase: Phase | None) -> str | None:
     return f"{controller.controller_s:.1f} s ({controller.controller_requests:,}; {controller.switches})"
 
 
-def _adaptation_content(options: PaperOptions, store: RunStore) -> Content:
+def _adaptation_content(options: PaperOptions, store: RunStore) -> Sections:
     settings = product(_adaptation_devices(options), SCENARIOS)
-    return [_adaptation_section(options, store, *setting) for setting in settings], _ADAPTATION_NOTES
+    return [_adaptation_section(options, store, *setting) for setting in settings]
 
 
 ADAPTATION = PaperTable(
-    "adaptation", "adaptation to shifts inside a run (ours)", "Adaptation to shifts inside a run", _adaptation_cells,
-    _adaptation_content, ("device", "model", "policy"), published_on=Published(tuple(RATES_PER_S), (MAIN_MODEL,)),
+    "adaptation", _adaptation_cells, ("device", "model", "policy"), _adaptation_content,
+    published_on=Published(tuple(RATES_PER_S), (MAIN_MODEL,)),
 )  # fmt: skip

@@ -15,8 +15,8 @@ from ebbench.devices.layers import MAX_SAMPLED, MAX_TOKENS
 from ebbench.devices.profiles import find_profile
 from ebbench.errors import UsageError
 from ebbench.papers.options import PaperOptions
-from ebbench.papers.published import EB_PAPER, gpu_title, pick, rows
-from ebbench.papers.table import Content, PaperFigure, PaperTable, Published, no_cells
+from ebbench.papers.published import gpu_title, pick, rows
+from ebbench.papers.table import PaperFigure, PaperTable, Published, Sections, no_cells
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STEPS, VERMILION
 from ebbench.runs.store import RunStore
@@ -152,14 +152,7 @@ def _chart1(options: PaperOptions, store: RunStore, published: bool) -> Any:
     return alt.vconcat(*panels).resolve_scale(color="independent", strokeDash="independent", shape="independent")
 
 
-FIGURE1 = PaperFigure(
-    "figure1", "step time and marginal cost by batch composition", no_cells, _chart1,
-    "Ours: the devices' cost models, decodes with 512 tokens of context. Grey: the decode share at which the paper "
-    "sees a token of a mixed batch become dearer than one of a pure decode batch (20 % and 80 %, Qwen3-4B). Bottom: "
-    "127 published step times of Qwen3-4B against ours on H200. Their file names no GPU; the README beside it says "
-    "Blackwell, their slope says H200 (0.29 of the RTX PRO 6000's for a model twice the size).",
-    ("device", "model"), published_on=Published(GPUS, (FIGURE1_MODEL,)),
-)  # fmt: skip
+FIGURE1 = PaperFigure("figure1", no_cells, ("device", "model"), _chart1, published_on=Published(GPUS, (FIGURE1_MODEL,)))
 
 
 # Figures 2, 8, 9 and 10 of the EB paper (section 1, appendix A.2): where a step's time goes, by batch composition.
@@ -312,57 +305,21 @@ def _chart10(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 FIGURE2 = PaperFigure(
-    "figure2", "GPU time by kernel over the decode share, and attention calls against published ones", no_cells,
-    _chart2,
-    f"Ours: the devices' kernel tables, {KERNEL_TOKENS:,} tokens in the step, decodes with {CONTEXT_TOKENS} tokens of "
-    "context; points: steps of prompts or of decodes only; grey: attention of the latter. The paper's panels are "
-    "not published as numbers; its text says that mixed attention passes pure decode's at a low decode share on the "
-    "RTX PRO 6000 and near the end on H200. Bottom: 30 published FlashAttention calls per GPU (eb-vllm; 512 "
-    "requests) against ours, on which nothing was fitted: decodes within 7 %; mixed calls 0.9 to 1.5 times as long "
-    "on RTX PRO 6000, 0.4 to 1.1 times on H200, where their prefill calls also take twice as long as the tables' "
-    "(FlashAttention 3).",
-    ("device", "model"), published_on=Published(GPUS, (FIGURE1_MODEL,)),
-)  # fmt: skip
-FIGURE8 = PaperFigure(
-    "figure8", "step time by batch composition of three more models", no_cells, _chart8,
-    "Ours, as figure 1. Crossover: the decode share from which a token of a mixed batch costs more than one of a "
-    "pure decode batch. In print Gemma-3-1B-IT has none on either GPU; here it has. The curves are not published as "
-    "numbers.",
-    ("device", "model"), published_on=Published(GPUS, FURTHER_MODELS),
-)  # fmt: skip
+    "figure2", no_cells, ("device", "model"), _chart2, published_on=Published(GPUS, (FIGURE1_MODEL,)), facts=globals()
+)
+FIGURE8 = PaperFigure("figure8", no_cells, ("device", "model"), _chart8, published_on=Published(GPUS, FURTHER_MODELS))
 FIGURE9 = PaperFigure(
-    "figure9", "GPU time by kernel of three more models", no_cells, _chart9,
-    f"Ours, as the top of figure 2 ({KERNEL_TOKENS:,} tokens, context {CONTEXT_TOKENS}); the experts of Qwen3-30B-A3B "
-    "count as matrix products. The curves are not published as numbers; the text says that matrix products do not "
-    "depend on the composition. Its growing 'Other' of Gemma on the RTX PRO 6000 is host work, which stands outside "
-    "these parts.",
-    ("device", "model"), published_on=Published(GPUS, FURTHER_MODELS),
-)  # fmt: skip
+    "figure9", no_cells, ("device", "model"), _chart9, published_on=Published(GPUS, FURTHER_MODELS), facts=globals()
+)
 FIGURE10 = PaperFigure(
-    "figure10", "step, matrix products and attention over the decode share, by context", no_cells, _chart10,
-    "Ours, GPU time without the host. Crosses: attention of the longest and the shortest context at a decode share of "
-    "80 % in the text (26 and 10 ms). The paper's five contexts are not legible in our copy: these are assumed.",
-    ("device", "model"), published_on=Published(("h200",), (FIGURE1_MODEL,)),
-)  # fmt: skip
+    "figure10", no_cells, ("device", "model"), _chart10, published_on=Published(("h200",), (FIGURE1_MODEL,))
+)
 
 
 # The interference convexity index of the EB paper (appendix A.3): from published times and costs, and from ours.
 
 KAPPA_TOKENS = 4096
 KAPPA_SHARES = tuple(round(0.1 * i, 1) for i in range(11))
-_KAPPA_NOTES = (
-    f"{EB_PAPER}, appendix A.3: the quadratic coefficient of a step's kernel time over the decode share r at "
-    f"{KAPPA_TOKENS:,} tokens, over the time of a pure decode step; negative is concave. The text's two values "
-    "(Qwen3-4B) are not legible in our copy; it calls both negative, the RTX PRO 6000's more so, and says that more "
-    "negative favours EB.",
-    "Over all steps, ours and the published step times are negative as in the text. But the published costs of mixed "
-    "batches with which EB+ runs are positive, the RTX PRO 6000's too, although the text has them follow from this "
-    "index (appendix A.4): they curve the other way.",
-    "The index hangs on the pure steps, from which mixed ones are set off: over mixed steps alone it is about zero for "
-    "the published step times and positive for ours on H200.",
-    "Ours: GPU time from kernel tables. A mixed attention call on H200 was not measured; there it is a fitted "
-    "multiple of the pure decode cost.",
-)
 
 
 def convexity_index(shares: Sequence[float], times: Sequence[float], decode: float) -> float:
@@ -407,7 +364,7 @@ def _published_cost_indices() -> list[tuple[Value, ...]]:
     return lines
 
 
-def _kappa_document(options: PaperOptions, store: RunStore) -> Content:
+def _kappa_document(options: PaperOptions, store: RunStore) -> Sections:
     columns = (
         *labels("GPU", "model", "from"),
         *(Column(name, group="index over", show="{:+.2f}".format) for name in ("mixed steps", "all steps")),
@@ -415,12 +372,12 @@ def _kappa_document(options: PaperOptions, store: RunStore) -> Content:
     model = options.model(FIGURE1_MODEL)
     ours = [row for device in options.devices or GPUS for row in _our_indices(device, model)]
     table = (_published_index(), *_published_cost_indices(), *ours)
-    return [Section("", columns, table)], _KAPPA_NOTES
+    return [Section("", columns, table)]
 
 
 KAPPA = PaperTable(
-    "kappa", "convexity index of mixed batches", "Convexity index of mixed batches (appendix A.3)", no_cells,
-    _kappa_document, ("device", "model"), published_on=Published(GPUS, (FIGURE1_MODEL,)),
+    "kappa", no_cells, ("device", "model"), _kappa_document, published_on=Published(GPUS, (FIGURE1_MODEL,)),
+    facts=globals(),
 )  # fmt: skip
 
 
@@ -428,13 +385,6 @@ KAPPA = PaperTable(
 
 TABLE1_DEVICES = ("b300", "h200", "rtx-pro-6000", "l40s")
 _TABLE1 = "table1_gpus"
-_TABLE1_NOTES = (
-    f"Published: {EB_PAPER}, table 1. Ours: the device profiles, whose arithmetic is the data sheet's for dense "
-    "products in BF16 with sums in FP32.",
-    "The printed rates are not of one kind: those of B300 and H200 are twice the dense ones (with 2:4 sparsity), the "
-    "L40S's is the dense one, the RTX PRO 6000's half of it. Dense throughout, FLOP/B is 281, 206, 281 and 419: the "
-    "RTX PRO 6000 is then not the GPU with the least arithmetic per byte.",
-)
 
 
 def _table1_row(device: str) -> tuple[Value, ...]:
@@ -448,15 +398,15 @@ def _table1_row(device: str) -> tuple[Value, ...]:
     return tuple(row)
 
 
-def _table1_document(options: PaperOptions, store: RunStore) -> Content:
+def _table1_document(options: PaperOptions, store: RunStore) -> Sections:
     columns: tuple[Column, ...] = labels("GPU")
     for title in ("TB/s", "16-bit TFLOPS", "FLOP/B"):
         columns += compared(title)
     rows = tuple(_table1_row(device) for device in options.devices or TABLE1_DEVICES)
-    return [Section("", columns, rows)], _TABLE1_NOTES
+    return [Section("", columns, rows)]
 
 
 TABLE1 = PaperTable(
-    "eb-table1", "bandwidth and arithmetic of the EB paper's GPUs", "Table 1: GPUs of the EB paper", no_cells,
-    _table1_document, ("device",), aliases=("table1", "1"), published_on=Published(TABLE1_DEVICES, ()),
+    "eb-table1", no_cells, ("device",), _table1_document, aliases=("table1", "1"),
+    published_on=Published(TABLE1_DEVICES, ()),
 )  # fmt: skip

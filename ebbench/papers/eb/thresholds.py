@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import product
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+import pyarrow.compute as pc
+
 from ebbench.analysis.documents import Column, Section, Value, labels, relative
 from ebbench.analysis.statistics import paired_t
+from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.devices.costs import GIVEN
 from ebbench.papers.options import PaperOptions
-from ebbench.papers.protocols import ASYNC_SCHEDULING, SYNTHETIC_WARMUP, VLLM
-from ebbench.papers.published import EB_PAPER, MAIN_MODEL, pick
+from ebbench.papers.protocols import (
+    ASYNC_SCHEDULING,
+    FIGURE3_SEQS,
+    SYNTHETIC_WARMUP,
+    VLLM,
+    figure3_protocol,
+    fixed_threshold,
+    protocol_cells,
+)
+from ebbench.papers.published import MAIN_MODEL, SYNTHETIC, gpu_title, model_title, pick, rows
 from ebbench.papers.published import rows as published_rows
 from ebbench.papers.table import (
-    Content,
     PaperFigure,
     PaperTable,
     Published,
-    average,
+    Sections,
     beside,
     figure,
     mean_figure,
     of_all,
+    ours,
 )
 from ebbench.render.figures import altair, colour, dash, values
-from ebbench.render.palette import BLUE, VERMILION
-from ebbench.runs.store import RunStore
+from ebbench.render.palette import BLACK, BLUE, VERMILION
+from ebbench.runs.store import Measured, RunStore
 from ebbench.spec.run import RunSpec, simulated
+from vllm_eb.hazard import CensoredHazard, HazardEstimate, SlidingHazard
 from vllm_eb.theory import base_threshold
 
 # Tables 10 and 11 of the EB paper: the best threshold, and throughput over the threshold.
@@ -59,11 +72,6 @@ K_BUDGET = 32768  # k * mu_l never exceeds it, so that every refill is one step,
 NEAR = 0.99
 COUNTED = 4000 - SYNTHETIC_WARMUP  # "4,000 requests per configuration (including a 100-request warmup)"
 SLOW = f"refill {REFILL_S:g} s"
-SLOW_NOTE = (
-    f"'{SLOW}': the published linear costs with alpha_p = {REFILL_S:g} s, which is what table 11 implies (fitted on "
-    "it) and a hundred times the published alpha_p on H200"
-)
-REFILL_NOTE = f"{SLOW_NOTE}; 'ours': the device's cost model."
 
 
 def slow_refill(device: str, model: str) -> str:
@@ -151,7 +159,7 @@ def _columns10() -> tuple[Column, ...]:
     return columns
 
 
-def _document10(options: PaperOptions, store: RunStore) -> Content:
+def _document10(options: PaperOptions, store: RunStore) -> Sections:
     from ebbench.devices.loader import load_device
 
     device, slow = both_devices(options, "h200")
@@ -164,21 +172,9 @@ def _document10(options: PaperOptions, store: RunStore) -> Content:
             best, _ = _best10(options, store, device, output, batch)
             slow_best, near = _best10(options, store, slow, output, batch)
             cells.append((pick("table10_best_theta", f"batch_{batch}", mu_o=str(output)), best, slow_best, near))
-        means = [of_all(average, column) for column in list(zip(*cells, strict=True))[:3]]
+        means = [of_all(fmean, column) for column in list(zip(*cells, strict=True))[:3]]
         rows.append((str(output), *theory, *means, *(value for cell in cells for value in cell)))
-    notes = (
-        f"Published: {EB_PAPER}, table 10: empirically best threshold share, Qwen3-8B on H200, geometric lengths, "
-        "4,000 requests of which 100 warm up, mean of 3 runs. Ours: engine sim, k = floor(i N / 15), mean over --seeds "
-        f"runs, B = {BUDGET}, so that a refill is one batch. Mean input: not published (Prop. 3.1 says it does not "
-        f"matter); {TABLE10_INPUT} here, geometric too.",
-        REFILL_NOTE,
-        "The paper reads its table as P1, no trend over N, and P3, row means that fall with the output. Under "
-        f"'{SLOW}' both hold, with means within 0.07 of the published ones; with the device's own costs the smallest "
-        "theta that was run, 1/15, is the best nearly everywhere.",
-        "theta0: Prop. 3.1 at these costs. The optimum is flat, and flatter the longer the answers: 'within 1 %' gives "
-        f"the thresholds whose throughput is within 1 % of the best under '{SLOW}'.",
-    )
-    return [Section("", _columns10(), tuple(rows))], notes
+    return [Section("", _columns10(), tuple(rows))]
 
 
 # Table 11: throughput over k for four input lengths.
@@ -196,7 +192,7 @@ def _repeats11(options: PaperOptions, device: str, k: int, input_len: int) -> li
     )  # fmt: skip
 
 
-def _document11(options: PaperOptions, store: RunStore) -> Content:
+def _document11(options: PaperOptions, store: RunStore) -> Sections:
     device, slow = both_devices(options, "h200")
     columns = (*labels("k"), Column("theta"))
     for mean in K_INPUTS:
@@ -211,15 +207,8 @@ def _document11(options: PaperOptions, store: RunStore) -> Content:
             )
             row += [published, ours, implied, relative(implied, published)]
         rows.append(tuple(row))
-    notes = (
-        f"Published: {EB_PAPER}, table 11: tokens/s over k, Qwen3-8B on H200, N = {K_BATCH}, four rising inputs.",
-        f"Neither the lengths nor the kind of tokens are legible in our copy. Mean output {K_OUTPUT}, mean inputs "
-        f"{K_INPUTS}, uniform lengths and output tokens are those that fit best; geometric lengths, which the paper "
-        "names, do not fit at k near N, where the batch would wait for its longest answer.",
-        REFILL_NOTE + " diff: of the latter.",
-    )
     section = Section("output tokens/s", columns, (*rows, _best_k(rows)))
-    return [section], notes
+    return [section]
 
 
 def _best_k(rows: list[tuple[Value, ...]]) -> tuple[Value, ...]:
@@ -234,14 +223,8 @@ def _best_k(rows: list[tuple[Value, ...]]) -> tuple[Value, ...]:
 
 PUBLISHED_E2 = Published(("h200",), (MAIN_MODEL,))
 _READS = ("device", "model", "num_prompts", "seeds")
-TABLE10 = PaperTable(
-    "table10", "best threshold over output length and batch size", "Table 10: best threshold theta", _cells10,
-    _document10, _READS, whole=False, published_on=PUBLISHED_E2,
-)  # fmt: skip
-TABLE11 = PaperTable(
-    "table11", "throughput over k for four input lengths", "Table 11: throughput over the threshold k", _cells11,
-    _document11, _READS, whole=False, published_on=PUBLISHED_E2,
-)  # fmt: skip
+TABLE10 = PaperTable("table10", _cells10, _READS, _document10, whole=False, published_on=PUBLISHED_E2, facts=globals())
+TABLE11 = PaperTable("table11", _cells11, _READS, _document11, whole=False, published_on=PUBLISHED_E2, facts=globals())
 
 
 # Figure 12 of the EB paper (appendix E.3): throughput over theta under a constant and a rising hazard.
@@ -323,13 +306,8 @@ def _chart12(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 FIGURE12 = PaperFigure(
-    "figure12", "best threshold under a constant and a rising hazard", figure12_cells, _chart12,
-    f"Ours: Qwen3-8B on H200 as the authors' script has it: prompts of {FIGURE12_INPUT} token, mean output "
-    f"{FIGURE12_OUTPUT}, N = {FIGURE12_BATCH}, B = {E3_BUDGET}, {FIGURE12_COUNT:,} requests after {SYNTHETIC_WARMUP} "
-    f"that warm up, k = {FIGURE12_BATCH} i/{FIGURE12_STEPS}; "
-    f"band: 95 % t interval over the seeds; '{SLOW}': see tables 10 and 11. The paper's optima are not legible in our "
-    "copy; it reports that the optimum moves up under a rising hazard.",
-    ("device", "model", "num_prompts", "seeds"), whole=False, published_on=PUBLISHED_E2,
+    "figure12", figure12_cells, ("device", "model", "num_prompts", "seeds"), _chart12, whole=False,
+    published_on=PUBLISHED_E2, facts=globals(),
 )  # fmt: skip
 
 
@@ -378,24 +356,324 @@ def _section13(options: PaperOptions, store: RunStore, name: str) -> Section:
     return Section(name, labels("theta") + beside("tokens/s", SLOW) + beside("% of peak", SLOW), tuple(rows))
 
 
-def _document13(options: PaperOptions, store: RunStore) -> Content:
-    sections = tuple(_section13(options, store, name) for name in _LENGTHS13)
-    notes = (
-        f"Published: {EB_PAPER}, table 13 (E.5): tokens/s over fixed theta, and the online controller; Qwen3-8B on RTX "
-        "PRO 6000, 3,000 requests.",
-        f"Batch size and the Gamma's parameters are not legible in our copy: N = {TABLE13_BATCH}, B = {BUDGET}, "
-        f"prompts and answers gamma of shape 4 with means {GAMMA['input_len']} and {GAMMA['output_len']} are assumed; "
-        "ShareGPT has its profile's lengths. Tokens/s count prompts and answers.",
-        REFILL_NOTE,
-        "The published correction (theorem 3.2) takes every request of a phase for a fresh one. With these answers "
-        "that moves the adaptive threshold past the best one; correction=off leaves it out, correction=renewal (ours) "
-        "counts the ages that requests have (docs/theory.md; `ebbench tables corrections`).",
-    )
-    return sections, notes
+def _document13(options: PaperOptions, store: RunStore) -> Sections:
+    return tuple(_section13(options, store, name) for name in _LENGTHS13)
 
 
 TABLE13 = PaperTable(
-    "table13", "throughput over theta and the online controller", "Table 13: sensitivity to the threshold", _cells13,
-    _document13, ("device", "model", "policy", "num_prompts", "seeds"), whole=False,
-    published_on=Published(("rtx-pro-6000",), (MAIN_MODEL,)),
+    "table13", _cells13, ("device", "model", "policy", "num_prompts", "seeds"), _document13, whole=False,
+    published_on=Published(("rtx-pro-6000",), (MAIN_MODEL,)), facts=globals(),
+)  # fmt: skip
+
+
+# The EB paper's online threshold: beside fixed ones (figure 3), by its correction (ours), E.3 and E.5.
+
+# Figure 3 of the EB paper: throughput for fixed thresholds and for the online controller.
+
+FRACTIONS = tuple(range(1, 9))
+FIGURE3_WORKLOADS = {
+    "decode-heavy": 8.0,
+    "balanced": 4.0,
+    "prefill-heavy": 1.0,
+}  # and the relative duration of their runs
+_SERIES3 = ("fixed k", "controller (eb)", "mixed (v1)")
+_COLOURS3 = (BLACK, VERMILION, BLUE)
+_MARKS3: dict[str, tuple[list[int], str]] = {"ours": ([1, 0], "circle"), "published": ([3, 3], "cross")}
+"""Line dash and point shape by source."""
+
+
+def _cell3(options: PaperOptions, workload: str, policy: str) -> RunSpec:
+    model, weight = options.model(), FIGURE3_WORKLOADS[workload]
+    protocol = figure3_protocol(workload, policy)
+    return protocol_cells(protocol, options.device("h200"), model, options.num_prompts, weight)[0]
+
+
+def _k(step: int) -> int:
+    return FIGURE3_SEQS * step // len(FRACTIONS)
+
+
+def _cells3(options: PaperOptions) -> list[RunSpec]:
+    policies = [*(fixed_threshold(_k(step)) for step in FRACTIONS), "eb", "v1"]
+    return [_cell3(options, workload, policy) for workload in FIGURE3_WORKLOADS for policy in policies]
+
+
+def _points3(options: PaperOptions, store: RunStore, workload: str, key: str) -> list[dict[str, Any]]:
+    points = []
+    for step in FRACTIONS:
+        value = figure(store, _cell3(options, workload, fixed_threshold(_k(step))), key)
+        points += [] if value is None else [{"k": _k(step), "value": value, "series": _SERIES3[0], "source": "ours"}]
+    for policy, name in zip(("eb", "v1"), _SERIES3[1:], strict=True):
+        value = figure(store, _cell3(options, workload, policy), key)
+        points += [] if value is None else _level(value, name, "ours")
+    return points
+
+
+def _level(value: float, series: str, source: str) -> list[dict[str, Any]]:
+    """A line over all k, for what has no k of its own."""
+    return [{"k": k, "value": value, "series": series, "source": source} for k in (_k(1), FIGURE3_SEQS)]
+
+
+def _published3(workload: str, column: str) -> list[dict[str, Any]]:
+    points, levels = [], {"ours": _SERIES3[1], "v1": _SERIES3[2]}
+    for row in rows("figure3_validation_grid", "eb_vllm"):
+        if row["workload"] != workload.replace("-", "_") or not row[column]:
+            continue
+        value = float(row[column])
+        if row["method"] == "fixed_k":
+            points.append({"k": int(row["k"]), "value": value, "series": _SERIES3[0], "source": "published"})
+        elif row["method"] in levels:
+            points += _level(value, levels[row["method"]], "published")
+    return points
+
+
+def _panel3(data: list[dict[str, Any]], title: str, y_title: str | None, *, last: bool) -> Any:
+    alt = altair()
+    drawn = [name for name in _MARKS3 if any(row["source"] == name for row in data)]
+    axis = alt.Axis(title="threshold k" if last else None, labels=last)
+    base = alt.Chart(values(data)).encode(
+        x=alt.X("k:Q", scale=alt.Scale(domain=[0, FIGURE3_SEQS]), axis=axis),
+        y=alt.Y("value:Q", title=y_title, scale=alt.Scale(zero=False)),
+        color=colour(_SERIES3, _COLOURS3),
+    )
+    dashes, shapes = ([_MARKS3[name][at] for name in drawn] for at in (0, 1))
+    sources = alt.StrokeDash("source:N", scale=alt.Scale(domain=drawn, range=dashes), title=None)
+    lines = base.mark_line(strokeWidth=1.8).encode(strokeDash=sources)
+    fixed = alt.datum.series == "fixed k"
+    shape = alt.Shape("source:N", scale=alt.Scale(domain=drawn, range=shapes), title=None)
+    points = base.mark_point(size=36, filled=True).encode(shape=shape).transform_filter(fixed)
+    return alt.layer(lines, points).properties(width=190, height=150, title=title)
+
+
+def _chart3(options: PaperOptions, store: RunStore, published: bool) -> Any:
+    alt = altair()
+    lines = []
+    for key, column, y_title in (
+        ("total_token_throughput", "throughput_tok_s", "tokens/s"), ("mean_tpot_ms", "tpot_mean_ms", "mean TPOT, ms"),
+    ):  # fmt: skip
+        panels = []
+        for workload in FIGURE3_WORKLOADS:
+            data = _points3(options, store, workload, key) + (_published3(workload, column) if published else [])
+            top = key == "total_token_throughput"
+            title = SYNTHETIC[workload] if top else ""
+            panels.append(_panel3(data, title, y_title if workload == "decode-heavy" else None, last=not top))
+        lines.append(alt.hconcat(*panels))
+    title = f"{gpu_title(options.device('h200'))}, N = {FIGURE3_SEQS}, geometric lengths"
+    return alt.vconcat(*lines, title=title)
+
+
+FIGURE3 = PaperFigure(
+    "figure3", _cells3, ("device", "model", "num_prompts"), _chart3, whole=False,
+    published_on=Published(("h200",), (MAIN_MODEL,)),
+)  # fmt: skip
+
+
+# How close the online threshold comes to the best fixed one, by the form of its correction and the shape of answers.
+#
+# The EB paper has no such table; its theorem 3.2 is the first column.
+
+SHAPES = ("gamma:0.5", "gamma:1", "gamma:2", "gamma:4", "gamma:8", "uniform")
+THETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+CORRECTIONS = {
+    "theorem 3.2": "eb",
+    "off": "eb:correction=off",
+    "renewal": "eb:correction=renewal",
+    "renewal, censored estimator": "eb:correction=renewal,estimator=censored",
+}
+CORRECTION_BATCH, WARMUP = 256, 100  # with BUDGET a refill of the whole batch is one step, as in the paper's model
+MEAN_INPUT, MEAN_OUTPUT, COUNT = 128, 512, 3000
+
+
+def _correction_costs(options: PaperOptions) -> dict[str, str]:
+    device, model = options.device(), options.model()
+    return {"the device's linear costs": linear_costs(device, model), SLOW: slow_refill(device, model)}
+
+
+def _correction_repeats(options: PaperOptions, device: str, shape: str, policy: str) -> list[RunSpec]:
+    return repeats(
+        options, device, policy, CORRECTION_BATCH, COUNT, budget=BUDGET, warmup=WARMUP, input_len=MEAN_INPUT,
+        output_len=MEAN_OUTPUT, length_distribution=shape,
+    )  # fmt: skip
+
+
+def _correction_policies() -> tuple[str, ...]:
+    return (*(f"eb:theta={theta}" for theta in THETAS), *CORRECTIONS.values())
+
+
+def _correction_cells(options: PaperOptions) -> list[RunSpec]:
+    settings = product(_correction_costs(options).values(), SHAPES, _correction_policies())
+    return [cell for setting in settings for cell in _correction_repeats(options, *setting)]
+
+
+def _correction_section(options: PaperOptions, store: RunStore, title: str, device: str) -> Section:
+    columns = (*labels("answers"), Column("best theta"), Column("tokens/s", group="best theta"))
+    columns += ours(*CORRECTIONS, group="% of the best fixed threshold")
+    rows: list[tuple[Value, ...]] = []
+    for shape in SHAPES:
+        rates = {
+            policy: mean_figure(store, _correction_repeats(options, device, shape, policy), "output_throughput")
+            for policy in _correction_policies()
+        }
+        fixed = {rate: theta for theta in reversed(THETAS) if (rate := rates[f"eb:theta={theta}"]) is not None}
+        peak = of_all(max, (rates[f"eb:theta={theta}"] for theta in THETAS))
+        shares = [
+            None if peak is None or (rate := rates[policy]) is None else 100 * rate / peak
+            for policy in CORRECTIONS.values()
+        ]
+        rows.append((shape, None if peak is None else fixed[peak], peak, *shares))
+    return Section(title, columns, tuple(rows))
+
+
+def _correction_sections(options: PaperOptions, store: RunStore) -> Sections:
+    return [_correction_section(options, store, title, costs) for title, costs in _correction_costs(options).items()]
+
+
+def _correction_runs(options: PaperOptions, _store: RunStore, _sections: Sections) -> Iterator[str]:
+    count = options.num_prompts or COUNT
+    yield f"{count:,} requests on {gpu_title(options.device())}, {model_title(options.model())}."
+
+
+CORRECTION = PaperTable(
+    "corrections", _correction_cells, ("device", "model", "num_prompts", "seeds"), _correction_sections,
+    findings=_correction_runs, whole=False, published_on=Published((DEFAULT_DEVICE,), (DEFAULT_MODEL,)),
+    facts=globals(),
+)  # fmt: skip
+
+
+# Appendix E.3 and E.5 of the EB paper as experiments: rising hazards, and the error of the online estimate.
+
+WINDOWS = (100, 250, 500, 1000, 2000)
+DRAWS = 200  # number of windows evaluated
+ESTIMATORS = ("published", "censored")
+E5_MEAN_OUTPUTS = (256, 1024)
+_BATCH, _MEAN_INPUT = 512, 128
+
+
+# E.3: constant and rising hazard.
+
+
+def _document_ifr(options: PaperOptions, store: RunStore) -> Sections:
+    return (
+        _best_thetas(options, store),
+        *(_section_ifr(options, store, name, slow=bool(index)) for index, name in enumerate(FIGURE12_COSTS)),
+    )
+
+
+def _best_thetas(options: PaperOptions, store: RunStore) -> Section:
+    """The best threshold of every case, and those whose throughput is within 1 % of the best."""
+    columns, rows = labels("costs"), []
+    for name in FIGURE12_SHAPES.values():
+        columns += (Column("best theta", group=name, ours=True), Column("within 1 %", "label", name))
+    for index, name in enumerate(FIGURE12_COSTS):
+        row: list[Value] = [name]
+        for shape in FIGURE12_SHAPES:
+            best = best_and_near(sweep12(options, store, shape, slow=bool(index)))
+            row += [None, ""] if best is None else [best[0], f"{best[1]:.2f}-{best[2]:.2f}"]
+        rows.append(tuple(row))
+    return Section("best thresholds", columns, tuple(rows))
+
+
+def _section_ifr(options: PaperOptions, store: RunStore, title: str, *, slow: bool) -> Section:
+    columns = labels("theta")
+    for name in FIGURE12_SHAPES.values():
+        columns += (Column("tokens/s", group=name, ours=True), Column("% of best", group=name))
+    curves = {
+        shape: {row["theta"]: row["value"] for row in sweep12(options, store, shape, slow=slow)}
+        for shape in FIGURE12_SHAPES
+    }
+    best = {shape: max(curve.values(), default=None) for shape, curve in curves.items()}
+    rows = []
+    for theta in FIGURE12_THETAS:
+        row: list[Value] = [f"{theta:.2f}"]
+        for shape in FIGURE12_SHAPES:
+            value, top = curves[shape].get(theta), best[shape]
+            row += [value, None if value is None or not top else 100 * value / top]
+        rows.append(tuple(row))
+    return Section(title, columns, tuple(rows))
+
+
+# E.5: the estimators compared with a known hazard.
+
+
+def _service_cell(options: PaperOptions, estimator: str, mean: int) -> RunSpec:
+    policy = "eb" if estimator == "published" else f"eb:estimator={estimator}"
+    return sweep_cell(
+        options.device(), options.model(), policy, _BATCH, 0, num_prompts=options.num_prompts or 4000,
+        input_len=_MEAN_INPUT, output_len=mean, length_distribution="geometric",
+    )  # fmt: skip
+
+
+def _cells_sensitivity(options: PaperOptions) -> list[RunSpec]:
+    return [_service_cell(options, estimator, mean) for estimator in ESTIMATORS for mean in E5_MEAN_OUTPUTS]
+
+
+def _document_sensitivity(options: PaperOptions, store: RunStore) -> Sections:
+    from ebbench.runs.prepare import device_of
+
+    costs = device_of(_service_cell(options, "published", 256)).calibration
+    ratio = (costs.alpha_p, costs.alpha_d)
+    return (_windows_section(ratio), _service_section(options, store, ratio))
+
+
+def _error_columns(*first: str) -> tuple[Column, ...]:
+    return (
+        *labels(*first), Column("true p0 x 1000"), Column("median", group="p0 x 1000", ours=True),
+        Column("5 %", group="p0 x 1000"), Column("95 %", group="p0 x 1000"), Column("bias", "change", "p0"),
+        Column("true", group="theta0"), Column("at median p0", group="theta0", ours=True),
+    )  # fmt: skip
+
+
+def _error_row(
+    names: tuple[str, ...], true_p0: float, estimates: list[float], costs: tuple[float, float]
+) -> tuple[Value, ...]:
+    truth = base_threshold(true_p0, *costs)
+    if not estimates:
+        return (*names, 1e3 * true_p0, None, None, None, None, truth, None)
+    low, median, high = (float(value) for value in np.percentile(estimates, (5, 50, 95)))
+    return (
+        *names, 1e3 * true_p0, 1e3 * median, 1e3 * low, 1e3 * high, median / true_p0 - 1, truth,
+        base_threshold(median, *costs),
+    )  # fmt: skip
+
+
+def _windows_section(costs: tuple[float, float]) -> Section:
+    rows = []
+    for mean, estimator, window in product(E5_MEAN_OUTPUTS, ESTIMATORS, WINDOWS):
+        rng = np.random.default_rng([mean, window])
+        estimates = [_estimate(estimator, rng.geometric(1 / mean, window)) for _ in range(DRAWS)]
+        names = (f"geometric, mean {mean}", estimator, f"W = {window}")
+        rows.append(_error_row(names, 1 / mean, [estimate.p0 for estimate in estimates if estimate is not None], costs))
+    return Section("complete windows", _error_columns("lengths", "estimator", "window"), tuple(rows))
+
+
+def _estimate(estimator: str, lengths: np.ndarray) -> HazardEstimate | None:
+    hazard = (SlidingHazard if estimator == "published" else CensoredHazard)(window=len(lengths))
+    for length in lengths.tolist():
+        hazard.observe(length)
+    return hazard.estimate()
+
+
+def _service_section(options: PaperOptions, store: RunStore, costs: tuple[float, float]) -> Section:
+    rows = [
+        _error_row(
+            (f"geometric, mean {mean}", estimator), 1 / mean,
+            _updates(store.get(_service_cell(options, estimator, mean))), costs,
+        )
+        for mean, estimator in product(E5_MEAN_OUTPUTS, ESTIMATORS)
+    ]  # fmt: skip
+    return Section("in service", _error_columns("lengths", "estimator"), tuple(rows))
+
+
+def _updates(measured: Measured | None) -> list[float]:
+    """p0 at every update of a run."""
+    if measured is None:
+        return []
+    table = measured.run.table("decisions", ["kind", "p0"])
+    updates = table.filter(pc.equal(table["kind"], "update"))["p0"].drop_null()
+    return [float(value) for value in updates.to_pylist()]
+
+
+E3 = PaperTable("e3", figure12_cells, FIGURE12.reads, _document_ifr, whole=False, published_on=PUBLISHED_E2)
+E5 = PaperTable(
+    "e5", _cells_sensitivity, ("device", "model", "num_prompts"), _document_sensitivity,
+    published_on=Published((DEFAULT_DEVICE,), (DEFAULT_MODEL,)), facts=globals(),
 )  # fmt: skip

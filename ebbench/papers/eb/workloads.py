@@ -1,8 +1,9 @@
-"""Policies on the EB paper's workloads: tables 2, 4 and 17, figures 4 to 6."""
+"""The grid over token budget B and batch size N: tables 14 to 16 of the EB paper."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -13,15 +14,16 @@ from ebbench.analysis.documents import (
     Section,
     Value,
     average_row,
+    comparison,
     labels,
     relative,
 )  # fmt: skip
+from ebbench.analysis.sensitivity import Sensitivity, sensitivity
 from ebbench.devices.costs import TableCost
 from ebbench.devices.loader import DEFAULT_HOST, load_device
-from ebbench.papers.eb.grid import best_of_grid, grid_cells, real_cell
 from ebbench.papers.options import PaperOptions
+from ebbench.papers.protocols import protocol_cells, real_protocol, synthetic_protocol
 from ebbench.papers.published import (
-    EB_PAPER,
     GPUS,
     MAIN_MODEL,
     MODELS,
@@ -31,37 +33,167 @@ from ebbench.papers.published import (
     gpu_title,
     model_title,
     pick,
+)  # fmt: skip
+from ebbench.papers.table import (
+    PaperFigure,
+    PaperTable,
+    Published,
+    Sections,
+    beside,
+    figure,
+    policy_columns,
+    policy_row,
 )
-from ebbench.papers.table import Content, PaperFigure, PaperTable, Published, figure, policy_columns, policy_row
 from ebbench.render.figures import altair, values
 from ebbench.render.palette import BLACK, policy_colours
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import DEFAULT_CLASS
 
+# Tables 14 to 16: the grid over token budget B and batch size N, its best cell and its sensitivity metrics.
+
+BUDGETS = (4096, 8192, 10240, 14336, 16384, 18432)
+BATCHES = (256, 512, 1024, 1536, 2048)
+SCHEDULERS = ("v0", "v1", "eb")
+# Name in the reference table, our name, and the factor for our value.
+_METRICS = (
+    ("max_num_batched_tokens", "best_budget", 1.0), ("max_num_seqs", "best_size", 1.0), ("cv_percent", "cv", 100.0),
+    ("range_ratio", "range_ratio", 1.0), ("b_sens_percent", "b_sens", 100.0), ("n_sens_percent", "n_sens", 100.0),
+)  # fmt: skip
+_TITLES = ("B", "N", "CV %", "range", "B-Sens %", "N-Sens %")
+_SENSITIVITY = "table14_15_best_config_and_sensitivity"
+
+
+def grid_cells(cell: RunSpec) -> list[RunSpec]:
+    """The cell at every (B, N) of the published grid."""
+    return [cell.changed(max_num_batched_tokens=b, max_num_seqs=n) for b in BUDGETS for n in BATCHES]
+
+
+def real_cell(
+    options: PaperOptions,
+    device: str,
+    model: str,
+    workload: str,
+    policy: str,
+    sizes: tuple[int, int],
+    weight: float = 1.0,
+) -> RunSpec:
+    """A cell of tables 2 and 14 to 16 at ``sizes`` (N, B), with the authors' lengths or those of table 9."""
+    if workload in SYNTHETIC:
+        protocol = synthetic_protocol(workload, policy, sizes)
+    else:
+        protocol = real_protocol(workload, model, policy, sizes)
+        if options.outputs != "forced":
+            protocol = replace(protocol, plan={**protocol.plan, "workload": workload})
+    return protocol_cells(protocol, device, model, options.num_prompts, weight)[0]
+
+
+def grid_rates(store: RunStore, cell: RunSpec, key: str = "request_throughput") -> dict[tuple[int, int], float]:
+    """Known throughputs over the grid."""
+    rates = {}
+    for grid_cell in grid_cells(cell):
+        rate = figure(store, grid_cell, key)
+        if rate is not None:
+            rates[grid_cell.server.max_num_batched_tokens, grid_cell.server.max_num_seqs] = rate
+    return rates
+
+
+def best_of_grid(store: RunStore, cell: RunSpec) -> float | None:
+    """Best throughput over a complete grid; None while cells are missing."""
+    rates = grid_rates(store, cell)
+    return max(rates.values()) if len(rates) == len(BUDGETS) * len(BATCHES) else None
+
+
+def _base(options: PaperOptions, device: str, model: str, workload: str, scheduler: str) -> RunSpec:
+    return real_cell(options, device, model, workload, scheduler, (256, 4096))
+
+
+def _swept(options: PaperOptions, store: RunStore, *key: str) -> Sensitivity | None:
+    rates = grid_rates(store, _base(options, *key))
+    return sensitivity(rates) if len(rates) == len(BUDGETS) * len(BATCHES) else None
+
+
+def _real_cells(device: str, options: PaperOptions) -> list[RunSpec]:
+    """The cells of the chosen grids; by default only Qwen3-8B on ShareGPT, since all are 1,080 runs."""
+    models, workloads = options.models or ("qwen3-8b",), options.workloads or ("sharegpt",)
+    bases = [_base(options, device, m, w, s) for m in models for w in workloads for s in SCHEDULERS]
+    return [cell for base in bases for cell in grid_cells(base)]
+
+
+def _real_sections(device: str, options: PaperOptions, store: RunStore) -> Sections:
+    columns = labels("workload", "model", "scheduler")
+    for title in _TITLES:
+        columns += beside(title)
+    rows = []
+    for workload in options.workloads or tuple(WORKLOADS):
+        for model in options.models or tuple(MODELS):
+            for scheduler in SCHEDULERS:
+                swept = _swept(options, store, device, model, workload, scheduler)
+                where = {"gpu": GPUS[device], "workload": WORKLOADS.get(workload, workload),
+                         "model": model_title(model), "scheduler": scheduler}  # fmt: skip
+                row: list[Value] = [where["workload"], where["model"], scheduler]
+                for metric, name, scale in _METRICS:
+                    published = pick(_SENSITIVITY, "value", metric=metric, **where)
+                    row += comparison(published, _value(swept, name, scale))[:2]
+                rows.append(tuple(row))
+    return [Section("", columns, tuple(rows))]
+
+
+def _value(swept: Sensitivity | None, name: str, scale: float = 1.0) -> float | None:
+    value = None if swept is None else getattr(swept, name)
+    return None if value is None else value * scale
+
+
+_SYNTHETIC_SCHEDULERS = ("v1", "eb")
+
+
+def _synthetic_cells(options: PaperOptions) -> list[RunSpec]:
+    devices, workloads = options.devices or ("rtx-pro-6000",), options.workloads or tuple(SYNTHETIC)
+    bases = [_base(options, d, "qwen3-8b", w, s) for d in devices for w in workloads for s in _SYNTHETIC_SCHEDULERS]
+    return [cell for base in bases for cell in grid_cells(base)]
+
+
+def _synthetic_document(options: PaperOptions, store: RunStore) -> Sections:
+    columns = (
+        *labels("workload", "scheduler"), *beside("B"), *beside("N"), Column("loss at published", "change", "ours"),
+    )  # fmt: skip
+    sections = []
+    for device, prefix in (("rtx-pro-6000", "rtxpro6000"), ("h200", "h200")):
+        rows = []
+        for workload in options.workloads or tuple(SYNTHETIC):
+            for scheduler in _SYNTHETIC_SCHEDULERS:
+                where = {"workload": SYNTHETIC.get(workload, workload), "scheduler": scheduler}
+                b, n = (pick("table16_synthetic_best_config", f"{prefix}_{w}", **where) for w in ("tokens", "seqs"))
+                swept = _swept(options, store, device, "qwen3-8b", workload, scheduler)
+                rates = grid_rates(store, _base(options, device, "qwen3-8b", workload, scheduler))
+                rate_at_published = rates.get((int(b or 0), int(n or 0)), math.nan)
+                loss = None if swept is None or math.isnan(rate_at_published) else rate_at_published / swept.best - 1
+                best = _value(swept, "best_budget"), _value(swept, "best_size")
+                rows.append((where["workload"], scheduler, b, best[0], n, best[1], loss))
+        sections.append(Section(gpu_title(device), columns, tuple(rows)))
+    return sections
+
+
+_READS = ("model", "workload", "num_prompts", "outputs")
+_PUBLISHED = Published(tuple(GPUS), tuple(MODELS))
+TABLE14, TABLE15 = (
+    PaperTable(name, partial(_real_cells, device), _READS, partial(_real_sections, device), whole=False,
+               published_on=_PUBLISHED, facts=globals())
+    for name, device in zip(("table14", "table15"), GPUS, strict=True)
+)  # fmt: skip
+TABLE16 = PaperTable(
+    "table16", _synthetic_cells, ("device", "workload", "num_prompts"), _synthetic_document, whole=False,
+    workloads=tuple(SYNTHETIC), published_on=_PUBLISHED,
+)  # fmt: skip
+
+
+# Policies on the EB paper's workloads: tables 2, 4 and 17, figures 4 to 6.
+
 # Table 2 of the EB paper: requests/s on four real workloads, two models, two GPUs.
 
 POLICIES = ("v0", "v1", "eb")
 _MODELS2 = ("qwen3-8b", "qwen3-30b-a3b")
 _WEIGHT = {"wildchat": 20.0, "numinamath": 10.0}
-_NOTES2: tuple[str, ...] = (
-    f"Published: {EB_PAPER}, table 2; requests/s over the whole run, 4,000 prompts (WildChat: 3,000 conversations) at "
-    "concurrency 2048.",
-    "Ours: engine sim, each scheduler at its published best token budget B and batch size N (tables 14, 15); --grid "
-    "searches them instead. Lengths drawn from profiles fitted to table 9, not from the data sets.",
-    "Run as `ebbench fidelity` does, by what the authors' scripts and reports say (ebbench/papers/protocols.py): 20 "
-    "warm-up requests first, answers forced to the scripts' limits (LongBench 20, NuminaMath 4,000 tokens), ShareGPT's "
-    "of 360 tokens on average, 292 for Qwen3-30B-A3B, WildChat's at most 256; EB without the memory-safe batch; no "
-    "asynchronous scheduling. The published rates fit these lengths by Little's law, and not the means of table 9 "
-    "(NuminaMath v1 on RTX PRO 6000: 256 sequences / (0.73 requests/s x 81.75 ms) = 4,290 tokens). --outputs profile "
-    "takes table 9.",
-    "v0 in print comes from a separate, older engine (vLLM's v0 code base), with its own costs per step; ours is v0's "
-    "rule in the engine of the others. So in print v0 lies far below EB on H200, and here beside it.",
-    "ShareGPT on H200 keeps vLLM's API server busy, which is not simulated here. With it, requests/s are within 8 % of "
-    "print (its one constant was set there): reports/fidelity/table-2-and-figure-5.md.",
-    "WildChat compares other traffic: its message lengths were not published, and the authors' client gave requests up "
-    "after 120 s, which ours does not.",
-)
 
 
 def table2_cell(options: PaperOptions, device: str, model: str, workload: str, policy: str) -> RunSpec:
@@ -91,7 +223,7 @@ def _row2(options: PaperOptions, store: RunStore, device: str, model: str, workl
     return (model_title(model), where["workload"], *policy_row(published, ours, vs_v1=True))
 
 
-def _content2(options: PaperOptions, store: RunStore) -> Content:
+def _content2(options: PaperOptions, store: RunStore) -> Sections:
     columns = labels("model", "workload")
     columns += policy_columns(POLICIES, options.further(*POLICIES), vs_v1=True)
     sections = []
@@ -101,12 +233,11 @@ def _content2(options: PaperOptions, store: RunStore) -> Content:
             of_model = [_row2(options, store, *key) for key in keys]
             rows += [*of_model, average_row(of_model, columns, f"{model_title(model)}, average")]
         sections.append(Section(gpu_title(device), columns, tuple(rows)))
-    return sections, _NOTES2
+    return sections
 
 
 TABLE2 = PaperTable(
-    "table2", "requests/s on real workloads", "Table 2: requests/s on real workloads", _cells2, _content2,
-    ("device", "model", "workload", "policy", "num_prompts", "grid", "outputs"),
+    "table2", _cells2, ("device", "model", "workload", "policy", "num_prompts", "grid", "outputs"), _content2,
     published_on=Published(tuple(GPUS), _MODELS2),
 )  # fmt: skip
 
@@ -114,14 +245,6 @@ TABLE2 = PaperTable(
 # Table 17 of the EB paper (appendix F.2): requests/s of Gemma-3-1B-IT on four real workloads, two GPUs.
 
 MODEL17 = "gemma-3-1b-it"
-_NOTES17 = (
-    f"Published: {EB_PAPER}, table 17. v0 in print comes from a separate, older engine; ours is v0's rule in the "
-    "engine of the others.",
-    "Ours: runs as in table 2, at the sizes published for Gemma (tables 14 and 15). WildChat's message lengths were "
-    "not published: table 9's are taken. NuminaMath's printed rates do not fit answers of the scripts' 4,000 tokens.",
-    "A model of 1B keeps vLLM's API server busy, which is therefore simulated in every run; its one constant was set "
-    "on Qwen3-8B and ShareGPT (reports/fidelity/notes/api-server.md).",
-)
 
 
 def _cell17(options: PaperOptions, device: str, workload: str, policy: str) -> RunSpec:
@@ -139,18 +262,18 @@ def _row17(options: PaperOptions, store: RunStore, device: str, workload: str) -
     return (WORKLOADS.get(workload, workload), *policy_row(printed, ours))
 
 
-def _content17(options: PaperOptions, store: RunStore) -> Content:
+def _content17(options: PaperOptions, store: RunStore) -> Sections:
     columns = labels("workload") + policy_columns(POLICIES)
     sections = []
     for device in options.devices or GPUS:
         rows = [_row17(options, store, device, workload) for workload in options.workloads or WORKLOADS]
         sections.append(Section(gpu_title(device), columns, (*rows, average_row(rows, columns, "Average"))))
-    return sections, _NOTES17
+    return sections
 
 
 TABLE17 = PaperTable(
-    "table17", "requests/s of Gemma-3-1B-IT", "Table 17: requests/s of Gemma-3-1B-IT", _cells17, _content17,
-    ("device", "workload", "num_prompts", "outputs"), published_on=Published(tuple(GPUS), (MODEL17,)),
+    "table17", _cells17, ("device", "workload", "num_prompts", "outputs"), _content17,
+    published_on=Published(tuple(GPUS), (MODEL17,)),
 )  # fmt: skip
 
 
@@ -162,23 +285,6 @@ _TABLE4_METRICS = (
     ("rps", "requests/s", "request_throughput", 1.0),
     ("ttft_s", "TTFT s", "mean_ttft_ms", 1e-3),
     ("tpot_ms", "TPOT ms", "mean_tpot_ms", 1.0),
-)
-_NOTES4 = (
-    f"Published: {EB_PAPER}, table 4: WildChat at concurrency 2048, each scheduler at its best of a grid; v0 does not "
-    "run on B300. The model is not named in the paper; the authors' README has Qwen3-8B.",
-    "Ours: engine sim at the sizes published for RTX PRO 6000 and Qwen3-8B (tables 14 and 15), settings as in table 2.",
-    "The printed L40S cells of v1 and EB equal the prefill-heavy bars of the RTX PRO 6000 in figure 4 (10.36 and 14.7 "
-    "requests/s, TTFT 132.5 and 92.2 s), although the lengths and the GPU differ.",
-    "The headline of 41.9 % on L40S is not reproduced. Our L40S has no mixed attention of its own: it takes the ratio "
-    "of mixed to pure decode measured on the RTX 4090.",
-    "The printed L40S row does not fit our lengths (1,665 prompt and 194 answer tokens on average): at 14.7 requests/s "
-    "their matrix products take 380 TFLOPS of 362, and by Little's law 14.7 x 0.138 s x 194 = 394 requests decode at "
-    "once, of which the KV cache of 173,200 tokens holds 93. So prompts were shorter, or the model was smaller.",
-)
-_WHAT_IF_NOTES = (
-    "Factor: on what a mixed attention call costs beyond its pure parts; 1 is the RTX 4090's ratio as measured. Decode "
-    "beside a prompt: attention time of 128 decodes of 1,024 tokens beside a prompt chunk of 1,024, over their time "
-    "alone; measured on the other two GPUs (the RTX PRO 6000's with its fitted factor of 1.37).",
 )
 WHAT_IF_DEVICE = "l40s"
 FACTORS = (1.0, 2.0, 4.0, 8.0)
@@ -215,10 +321,20 @@ def _table4_rows(options: PaperOptions, store: RunStore, device: str) -> list[tu
     return rows
 
 
-def _content4(options: PaperOptions, store: RunStore) -> Content:
+def _content4(options: PaperOptions, store: RunStore) -> Sections:
     rows = [row for device in options.devices or DEVICES4 for row in _table4_rows(options, store, device)]
     own = Section("", labels("GPU", "metric") + policy_columns(POLICIES), tuple(rows))
-    return ([own, _what_if(options, store)], _NOTES4 + _WHAT_IF_NOTES) if _factors(options) else ([own], _NOTES4)
+    return [own, _what_if(options, store)] if _factors(options) else [own]
+
+
+def _what_if_notes(options: PaperOptions, _store: RunStore, _sections: Sections) -> Iterator[str]:
+    if _factors(options):
+        yield (
+            "Factor: on what a mixed attention call costs beyond its pure parts; 1 is the RTX 4090's ratio as "
+            "measured. Decode beside a prompt: attention time of 128 decodes of 1,024 tokens beside a prompt chunk of "
+            "1,024, over their time alone; measured on the other two GPUs (the RTX PRO 6000's with its fitted factor "
+            "of 1.37)."
+        )
 
 
 def _what_if(options: PaperOptions, store: RunStore) -> Section:
@@ -249,8 +365,8 @@ def beside_a_prompt(device: str, model: str, factor: float | None = None) -> flo
 
 
 TABLE4 = PaperTable(
-    "table4", "WildChat on L40S and B300", "Table 4: WildChat on further GPUs", _table4_cells, _content4,
-    ("device", "model", "num_prompts", "outputs"), published_on=Published(DEVICES4, (_MODEL4,)),
+    "table4", _table4_cells, ("device", "model", "num_prompts", "outputs"), _content4, findings=_what_if_notes,
+    published_on=Published(DEVICES4, (_MODEL4,)),
 )  # fmt: skip
 
 
@@ -390,20 +506,13 @@ def _chart6(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 FIGURE4 = PaperFigure(
-    "figure4", "v0, v1 and EB(k*) on three synthetic workloads", _cells4, _chart4,
-    "Bars: ours, each scheduler at its published best B and N (table 16; v0 takes EB's, another GPU the RTX PRO "
-    "6000's). Black: published (eb-vllm).",
-    ("device", "model", "num_prompts"), published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
-)  # fmt: skip
+    "figure4", _cells4, ("device", "model", "num_prompts"), _chart4, published_on=Published(tuple(GPUS), (MAIN_MODEL,))
+)
 FIGURE5 = PaperFigure(
-    "figure5", "TTFT and TPOT on four real workloads", _cells5, _chart5,
-    "Bars: ours, the runs of table 2. Black: published (eb-vllm), read off log-scale bars by the authors: approximate.",
-    ("device", "model", "workload", "num_prompts", "outputs"), published_on=Published(tuple(GPUS), tuple(MODELS)),
+    "figure5", _cells5, ("device", "model", "workload", "num_prompts", "outputs"), _chart5,
+    published_on=Published(tuple(GPUS), tuple(MODELS)),
 )  # fmt: skip
 FIGURE6 = PaperFigure(
-    "figure6", "four more models on WildChat", _cells6, _chart6,
-    "Bars: ours, at the best B and N published for Qwen3-8B, which the authors' script takes for these models, too. "
-    "Black: published (the numbers in the authors' plotting script, eb-vllm): EB(k*) has 8 to 17 % more requests/s and "
-    "17 to 47 % less TPOT than v1.",
-    ("device", "model", "num_prompts", "outputs"), published_on=Published(("rtx-pro-6000",), MODELS6),
+    "figure6", _cells6, ("device", "model", "num_prompts", "outputs"), _chart6,
+    published_on=Published(("rtx-pro-6000",), MODELS6),
 )  # fmt: skip

@@ -32,6 +32,7 @@ from ebbench.papers.fidelity.scores import (
     replay_scores,
     scores,
 )
+from ebbench.papers.table import one_line
 from ebbench.records import files
 from ebbench.render.documents import section_lines
 from ebbench.runs.store import RunStore, with_progress
@@ -342,9 +343,8 @@ def _page(
 ) -> Iterator[str]:
     yield f"# {page.title}\n"
     yield f"Written by `ebbench fidelity`; all sources stand on [the front page]({FRONT_PAGE}).\n"
-    yield f"- **Measured**: {page.measured}"
-    yield f"- **Fitted on it**: {page.fitted}"
-    yield f"- **When seen**: {page.seen}"
+    for label, text in (("Measured", page.measured), ("Fitted on it", page.fitted), ("When seen", page.seen)):
+        yield f"- **{label}**: {one_line(text)}"
     notes = f"{NOTES}/{page.notes}.md"
     if page.notes and (out / notes).is_file():
         yield f"- **Why figures miss**: [{page.notes}]({notes}), written by hand."

@@ -73,6 +73,11 @@ class MarginalSpec(PolicySpec):
             raise PolicyError("marginal with ttft= orders the queue itself: leave order= out")
 
     @property
+    def orders_queue(self) -> bool:
+        """Whether a target or ``order`` says which waiting request goes first."""
+        return self.ttft is not None or super().orders_queue
+
+    @property
     def completions_per_update(self) -> int:
         """M of the paper."""
         return self.update_every

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import product
+from statistics import fmean
 from typing import Any
 
 from ebbench.analysis.documents import Column, Section, Value, labels, relative
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import VLLM
 from ebbench.papers.published import GPUS, MAIN_MODEL, gpu_title
-from ebbench.papers.staggered.prefill import deployed
-from ebbench.papers.table import Content, PaperTable, Published, average, figure, ours
+from ebbench.papers.staggered import deployed
+from ebbench.papers.table import PaperTable, Published, Sections, figure, ours
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
 
@@ -86,14 +87,26 @@ def _section(options: PaperOptions, store: RunStore, device: str, workload: str)
 
 def _mean(changes: Iterable[float | None]) -> str:
     known = [change for change in changes if change is not None]
-    return f"{100 * average(known):+.1f} %" if known else "–"
+    return f"{100 * fmean(known):+.1f} %" if known else "–"
 
 
-def _conclusion(options: PaperOptions, store: RunStore) -> tuple[str, ...]:
-    """Effect of staggering on each policy and of each policy under each dispatch, averaged over settings."""
-    settings = _rows(options)
+def _findings(options: PaperOptions, store: RunStore, _sections: Sections) -> Iterator[str]:
+    """What was run; effect of staggering on each policy and of each policy under each dispatch, averaged over
+    settings."""
+    yield (
+        f"Nothing is published on this. Ours: Qwen3-8B, {TOPOLOGY}, N = {SEQS}, B = {BUDGET}, 0.5 ms each way; Poisson "
+        f"arrivals, {options.num_prompts or 4000:,} requests; load as a share of what the linear costs give with 256 "
+        "sequences a batch, which lies near but not at the measured saturation; saturated: a closed loop of "
+        f"{SATURATED:,} requests."
+    )
+    yield (
+        "Immediate dispatch is to the instance with the fewest open requests. Instances that serve prompts and answers "
+        "pass after pass never stand still, so there is no wait on the device to save; the staggered dispatcher takes "
+        "them to generate until their signals say otherwise and sends requests out at once, as immediate dispatch does."
+    )
     if store.missing(_cells(options)):
-        return ()
+        return
+    settings = _rows(options)
 
     def rate(setting: _Row, policy: str, dispatch: str, key: str = "total_token_throughput") -> float | None:
         return figure(store, _cell(options, *setting, policy, dispatch), key)
@@ -103,40 +116,28 @@ def _conclusion(options: PaperOptions, store: RunStore) -> tuple[str, ...]:
 
     below, full = ([s for s in settings if (s[2] is None) == saturated] for saturated in (False, True))
     by_policy = {policy: _mean(staggering(s, policy, "mean_ttft_ms") for s in below) for policy in POLICIES}
-    gain = {d: _mean(relative(rate(s, "ebplus", d), rate(s, "v1", d)) for s in full) for d in DISPATCH}
+    changes = ", ".join(f"{change} under {policy}" for policy, change in by_policy.items())
+    yield f"Staggering changes the mean TTFT, averaged over the settings below saturation, by {changes}."
     tokens = _mean(staggering(s, "ebplus") for s in full)
+    gain = {d: _mean(relative(rate(s, "ebplus", d), rate(s, "v1", d)) for s in full) for d in DISPATCH}
+    yield (
+        f"EB+ changes the throughput of saturated instances over v1 by {gain['immediate']} under immediate dispatch "
+        f"and {gain['sbs']} under sbs; staggering changes that of EB+ by {tokens}."
+    )
     rates = [[rate(s, "ebplus", dispatch) or 0.0 for dispatch in DISPATCH] for s in settings]
     kept = sum(staggered >= 0.99 * immediate for immediate, staggered in rates)
-    return (
-        "Staggering changes the mean TTFT, averaged over the settings below saturation, by "
-        + ", ".join(f"{change} under {policy}" for policy, change in by_policy.items())
-        + ".",
-        f"EB+ changes the throughput of saturated instances over v1 by {gain['immediate']} under immediate dispatch "
-        f"and {gain['sbs']} under sbs; staggering changes that of EB+ by {tokens}.",
+    yield (
         f"EB+ with sbs keeps the throughput of EB+ with immediate dispatch (within 1 %) in {kept} of {len(settings)} "
-        "settings.",
+        "settings."
     )
 
 
-def _content(options: PaperOptions, store: RunStore) -> Content:
-    notes = (
-        f"Nothing is published on this. Ours: Qwen3-8B, {TOPOLOGY}, N = {SEQS}, B = {BUDGET}, 0.5 ms each way; Poisson "
-        f"arrivals, {options.num_prompts or 4000:,} requests; load as a share of what the linear costs give with 256 "
-        "sequences a batch, which lies near but not at the measured saturation; saturated: a closed loop of "
-        f"{SATURATED:,} requests.",
-        "Immediate dispatch is to the instance with the fewest open requests. Instances that serve prompts and answers "
-        "pass after pass never stand still, so there is no wait on the device to save; the staggered dispatcher takes "
-        "them to generate until their signals say otherwise and sends requests out at once, as immediate dispatch "
-        "does.",
-        *_conclusion(options, store),
-    )
+def _sections(options: PaperOptions, store: RunStore) -> Sections:
     pairs = dict.fromkeys((device, workload) for device, workload, _ in _rows(options))
-    sections = tuple(_section(options, store, device, workload) for device, workload in pairs)
-    return sections, notes
+    return tuple(_section(options, store, device, workload) for device, workload in pairs)
 
 
 COMPOSITION = PaperTable(
-    "cluster-policies", "EB+ and staggered dispatch together", "EB+ and staggered dispatch together", _cells, _content,
-    ("device", "model", "workload", "num_prompts"), whole=False, workloads=tuple(_WORKLOADS),
-    published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
+    "cluster-policies", _cells, ("device", "model", "workload", "num_prompts"), _sections, findings=_findings,
+    whole=False, workloads=tuple(_WORKLOADS), published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
 )  # fmt: skip

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels, relative
 from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
 from ebbench.papers.options import PaperOptions
-from ebbench.papers.table import Content, PaperTable, changes, figure, of_all, ours
+from ebbench.papers.table import PaperTable, Sections, changes, figure, of_all, ours
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
 
@@ -56,7 +57,6 @@ def pass_s(chunk_tokens: int) -> float:
     return PREFILL_S + PREFILL_TOKEN_S * chunk_tokens
 
 
-STAGGERED_PAPER = "Tian et al., Staggered Batch Scheduling, 2025"
 REQUESTS = 12_000
 NETWORK_MS = 0.5
 AS_PUBLISHED = "sbs:bypass=off,sizing=off,overdraw=on,aged_cycles=off,lookahead=0"
@@ -148,18 +148,6 @@ class FiguresOverLoad:
 
 # Waiting time, figure 6 and table 1 of the staggered paper: TTFT and capacity of a prefill pool.
 
-_SETUP_NOTE = (
-    "Ours: 3 prefill instances of 8 units (TP 4, DP 8, EP 32) with a barrier, 0.5 ms each way, Poisson arrivals, "
-    f"{REQUESTS:,} requests per run, scheduling not asynchronous, as the paper's gated batches. Answers have one "
-    "token, so the decode pool of 3P1D, which does not touch TTFT, has nothing to do. Passes take 94 ms + 71 us per "
-    "token of the fullest unit, deduced from table 1's throughputs. Values between two loads are interpolated."
-)
-_VARIANTS_NOTE = (
-    f"'{AS_PUBLISHED}' is Algorithms 1 and 2 to the letter. The others are ours: '{WITH_LOOKAHEAD}' sends the next "
-    "batch after 0.9 of the expected pass; 'sbs', the default, also serves idle instances at once when hardly anyone "
-    "comes or a batch is full, and weighs the length of every pass by what it would finish (sizing): short prompts "
-    "share short passes."
-)
 
 # Waiting: T/2 against T/(2N).
 
@@ -183,7 +171,7 @@ def _waiting_cells(options: PaperOptions) -> list[RunSpec]:
     return [_waiting_cell(options, n, dispatch) for n in INSTANCES for dispatch in _WAITING_DISPATCH.values()]
 
 
-def _waiting_document(options: PaperOptions, store: RunStore) -> Content:
+def _waiting_document(options: PaperOptions, store: RunStore) -> Sections:
     columns = labels("instances N")
     for name in _WAITING_DISPATCH:
         columns += compared(f"{name}, ms")
@@ -194,13 +182,7 @@ def _waiting_document(options: PaperOptions, store: RunStore) -> Content:
             ttft_ms = figure(store, _waiting_cell(options, n, dispatch), "mean_ttft_ms")
             row += comparison(1e3 * formula_s, None if ttft_ms is None else ttft_ms - 1e3 * PASS_S)
         rows.append(tuple(row))
-    notes = (
-        f"Published: {STAGGERED_PAPER}, section 3.2: T/2 immediately, T/(2N) staggered; formulas, not measurements.",
-        f"Ours: waiting before a pass of T = {1e3 * PASS_S:g} ms, Poisson arrivals, {ARRIVALS_A_TURN} in T/N on "
-        "average, so that all instances are busy all the time; immediate is round-robin, staggered is "
-        f"{_WAITING_DISPATCH['staggered']}.",
-    )
-    return [Section("", columns, tuple(rows))], notes
+    return [Section("", columns, tuple(rows))]
 
 
 # Figure 6: TTFT over the load.
@@ -241,31 +223,19 @@ def _figure6_section(options: PaperOptions, store: RunStore, setup: Setup) -> Se
     return Section(f"{setup.title}; peak: mean TTFT of {setup.ttft_limit_s:.2f} s", columns, tuple(rows))
 
 
-def _figure6_document(options: PaperOptions, store: RunStore) -> Content:
+def _figure6_document(options: PaperOptions, store: RunStore) -> Sections:
     sections = tuple(_figure6_section(options, store, setup) for setup in _FIGURE6)
-    notes = (
-        f"Published: {STAGGERED_PAPER}, figure 6: no numbers but the text's 'up to a 40 % reduction in TTFT at sub-80 "
-        "% load levels', an advantage at every load from 40 to 100 % of the baseline's peak, and the abstract's 30-40 "
-        "%.",
-        _SETUP_NOTE,
-        "100 % is the load at which the better immediate policy has the mean TTFT in the heading: table 1's 0.8 s at a "
-        "chunk of 3K, the same number of passes at 16K, where nothing is published.",
-        _VARIANTS_NOTE,
-        *_figure6_findings(sections),
-    )
-    return sections, notes
+    return sections
 
 
-def _figure6_findings(sections: tuple[Section, ...]) -> tuple[str, ...]:
+def _figure6_findings(_options: PaperOptions, _store: RunStore, sections: Sections) -> Iterator[str]:
     """One sentence for each staggered policy: where it is above and below the better immediate one."""
-    sentences = []
     for section in sections:
         first = next(i for i, column in enumerate(section.columns) if column.group == "vs better immediate")
         for index, title in enumerate(TITLES.values()):
             changes = [(str(row[0]), value) for row in section.rows if isinstance(value := row[first + index], float)]
             if len(changes) == len(section.rows):
-                sentences.append(f"{section.title.partition(';')[0]}, {title}: {_against_immediate(changes)}")
-    return tuple(sentences)
+                yield f"{section.title.partition(';')[0]}, {title}: {_against_immediate(changes)}"
 
 
 def _against_immediate(changes: list[tuple[str, float]]) -> str:
@@ -315,40 +285,18 @@ def _table1_section(
     return Section(f"{setup.title}, mean TTFT {setup.ttft_limit_s:g} s", columns, tuple(rows))
 
 
-def _table1_document(options: PaperOptions, store: RunStore) -> Content:
-    sections = tuple(_table1_section(options, store, setup, published) for setup, published in _TABLE1)
-    notes = (
-        f"Published: {STAGGERED_PAPER}, table 1. Its QPS are taken as those of one prefill instance: with three, a "
-        "pass would last longer than the mean TTFT.",
-        _SETUP_NOTE,
-        "Chunk utilisation: prompt tokens over what the chunks of all units of an instance had room for, per pass; at "
-        "the highest load that keeps the mean TTFT. 'QPS vs off' of ours is against the better immediate policy.",
-        "Where ours differs: staggering fills all chunks, but there is little left to fill. At the published mean TTFT "
-        "of two to three passes immediate dispatch keeps a queue in front of every unit, which fills the chunks by "
-        "itself; what staggering brings is time to first token (figure 6). The paper's baseline leaves half of its "
-        "chunks empty at the same TTFT; why "
-        "its requests then wait so long it does not say. QPS with batching on agree at equal utilisation by "
-        "construction, since the time of a pass was deduced from those rows; those of the baseline do not: with "
-        "half-empty chunks the fullest unit still sets the pace, while its 57 and 70 QPS need passes that grow with "
-        "the tokens of all units together (0.10 s + 10 us per token fits all four rows).",
-        _VARIANTS_NOTE,
-    )
-    return sections, notes
+def _table1_document(options: PaperOptions, store: RunStore) -> Sections:
+    return tuple(_table1_section(options, store, setup, published) for setup, published in _TABLE1)
 
 
 _READS = ("num_prompts",)
-WAITING = PaperTable(
-    "sbs-waiting", "waiting of T/2 against T/(2N)", "Waiting: T/2 against T/(2N)", _waiting_cells, _waiting_document,
-    _READS, whole=False,
-)  # fmt: skip
+WAITING = PaperTable("sbs-waiting", _waiting_cells, _READS, _waiting_document, whole=False, facts=globals())
 SBS_FIGURE6 = PaperTable(
-    "sbs-figure6", "TTFT over the load of a prefill pool", "Figure 6: time to first token over the load",
-    _figure6_cells, _figure6_document, _READS, whole=False,
-)  # fmt: skip
+    "sbs-figure6", _figure6_cells, _READS, _figure6_document, findings=_figure6_findings, whole=False, facts=globals()
+)
 SBS_TABLE1 = PaperTable(
-    "sbs-table1", "chunk utilisation and QPS at a fixed TTFT", "Table 1: chunk utilisation and capacity", _table1_cells,
-    _table1_document, _READS, whole=False, aliases=("table1", "1"),
-)  # fmt: skip
+    "sbs-table1", _table1_cells, _READS, _table1_document, whole=False, aliases=("table1", "1"), facts=globals()
+)
 
 
 # Effect of each part of staggered dispatch, near 80 % of the peak of figure 6. No figures are published.
@@ -389,20 +337,13 @@ def _ablation_section(options: PaperOptions, store: RunStore, setup: Setup) -> S
     return Section(setup.title, columns, tuple(rows))
 
 
-def _ablation_document(options: PaperOptions, store: RunStore) -> Content:
-    notes = (
-        f"Setup of `sbs-figure6`, one load: {SHARE:g} of what the pool computes with full chunks, about 80 % of the "
-        "peak of figure 6. Each line switches one part of 'sbs' off; the last is Algorithms 1 and 2 to the letter, the "
-        "one before it adds our lookahead to them.",
-    )
-    sections = tuple(_ablation_section(options, store, setup) for setup in _SETUPS)
-    return sections, notes
+def _ablation_document(options: PaperOptions, store: RunStore) -> Sections:
+    return tuple(_ablation_section(options, store, setup) for setup in _SETUPS)
 
 
 ABLATION = PaperTable(
-    "sbs-ablation", "parts of staggered dispatch, one at a time", "Parts of staggered dispatch, one at a time",
-    _ablation_cells, _ablation_document, ("num_prompts",), whole=False,
-)  # fmt: skip
+    "sbs-ablation", _ablation_cells, ("num_prompts",), _ablation_document, whole=False, facts=globals()
+)
 
 
 # Staggered against immediate dispatch for prefill pools of other sizes, down to one unit. No figures are published.
@@ -457,35 +398,93 @@ def _pool_section(options: PaperOptions, store: RunStore, setup: Setup) -> Secti
     return Section(setup.title, columns, tuple(rows))
 
 
-def _pool_findings(sections: tuple[Section, ...]) -> list[str]:
-    findings = []
+def _pool_findings(_options: PaperOptions, _store: RunStore, sections: Sections) -> Iterator[str]:
     for section in sections:
         changes = [(row[5], f"{_pool_title(section, i)}, {row[1]}") for i, row in enumerate(section.rows)]
         known = [(float(change), where) for change, where in changes if isinstance(change, (int, float))]
-        if len(known) < len(changes):
-            continue
-        worst, best = max(known), min(known)
-        span = " to ".join(f"{100 * change:+.1f} % ({where})" for change, where in (best, worst))
-        findings.append(f"{section.title}: mean TTFT {span}.")
-    return findings
+        if len(known) == len(changes):
+            span = " to ".join(f"{100 * change:+.1f} % ({where})" for change, where in (min(known), max(known)))
+            yield f"{section.title}: mean TTFT {span}."
 
 
 def _pool_title(section: Section, index: int) -> str:
     return next(str(row[0]) for row in reversed(section.rows[: index + 1]) if row[0])
 
 
-def _pool_document(options: PaperOptions, store: RunStore) -> Content:
+def _pool_document(options: PaperOptions, store: RunStore) -> Sections:
     sections = tuple(_pool_section(options, store, setup) for setup in _SETUPS)
-    notes = (
-        "Setup of `sbs-figure6` with pools of other sizes; loads are shares of what the pool computes with full "
-        "chunks. The better immediate policy is chosen for each figure and load. One instance alone and few requests: "
-        "`sbs` dispatches at once, which makes it least-outstanding.",
-        *_pool_findings(sections),
+    return sections
+
+
+POOLS = PaperTable("sbs-pools", _pool_cells, ("num_prompts",), _pool_document, findings=_pool_findings, whole=False)
+
+
+# Decode units of Tian et al. (2025): the spread of KV over them, and the gain from balancing it (figures 7 and 8).
+
+# Figures 7 and 8 of the staggered paper: spread of KV over decode units, and the gain from balancing it.
+
+BATCH = 35  # sequences per decode unit, published
+CHUNK = 16384
+_WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "geometric": ("balanced", {"input_len": 1000, "output_len": 1500, "length_distribution": "geometric"}),
+    "heavy-tailed": ("reference:workloads/heavy-tailed-chat.toml", {}),
+}
+_DISPATCH = {
+    "round-robin": "immediate",
+    "power-of-two": "immediate",
+    "least-outstanding": "immediate",
+    "iqr": "Algorithm 3",
+    "iqr:window=off": "Algorithm 3, each request as it arrives (ours)",
+}
+_BASE = "round-robin"
+_PUBLISHED = {"round-robin": (40_000.0, 130_000.0, 150_000.0), "iqr": (60_000.0, 100_000.0, None)}
+_GAIN = {"iqr": 0.15}
+"""Published gain in decode throughput, the whole of figure 8."""
+
+
+def _cell(options: PaperOptions, lengths: str, dispatch: str) -> RunSpec:
+    workload, plan = _WORKLOADS[lengths]
+    decode = TOPOLOGIES["3p1d-deepseek"].decode
+    assert decode is not None
+    return simulated(
+        workload, "v1", UNIT, MODEL, 256, CHUNK, topology=deployed("3p1d-deepseek", network_ms=0.5), dispatch="sbs",
+        decode_dispatch=dispatch, async_scheduling=False, num_prompts=options.num_prompts or 6000,
+        max_concurrency=BATCH * decode.units, max_model_len=50_000, **plan,
+    )  # fmt: skip
+
+
+def _cells(options: PaperOptions) -> list[RunSpec]:
+    return [_cell(options, lengths, dispatch) for lengths in _WORKLOADS for dispatch in _DISPATCH]
+
+
+def _section(options: PaperOptions, store: RunStore, lengths: str) -> Section:
+    columns = (
+        *labels("decode dispatch", "kind"),
+        *(Column(name, group="published, KV tokens") for name in ("-1 sigma", "+1 sigma", "peak")),
+        *ours("-1 sigma", "+1 sigma", "peak", "sigma", group="ours, KV tokens"),
+        Column("ours", "change", "sigma vs round-robin", True),
+        Column("ours", group="decode tokens/s", ours=True),
+        *changes("tokens/s vs round-robin"),
+        Column("ours", group="TPOT ms", ours=True),
+        Column("ours", group="sequences a unit", ours=True),
     )
-    return sections, notes
+    base = _cell(options, lengths, _BASE)
+    base_sigma, base_rate = (figure(store, base, key) for key in ("decode_kv_std_tokens", "decode_decode_rate"))
+    rows = []
+    for dispatch, kind in _DISPATCH.items():
+        cell = _cell(options, lengths, dispatch)
+        keys = ("kv_mean_tokens", "kv_std_tokens", "kv_peak_tokens", "decode_rate")
+        mean, sigma, peak, rate = (figure(store, cell, f"decode_{key}") for key in keys)
+        band = (None, None) if mean is None or sigma is None else (mean - sigma, mean + sigma)
+        row: list[Value] = [dispatch, kind, *_PUBLISHED.get(dispatch, (None, None, None)), *band, peak, sigma]
+        row += [relative(sigma, base_sigma), rate, _GAIN.get(dispatch), relative(rate, base_rate)]
+        row += [figure(store, cell, "mean_tpot_ms"), figure(store, cell, "decode_decode_batch")]
+        rows.append(tuple(row))
+    return Section(f"{lengths} lengths", columns, tuple(rows))
 
 
-POOLS = PaperTable(
-    "sbs-pools", "staggered against immediate dispatch, pools of all sizes", "Staggered dispatch in pools of all sizes",
-    _pool_cells, _pool_document, ("num_prompts",), whole=False,
-)  # fmt: skip
+def _document(options: PaperOptions, store: RunStore) -> Sections:
+    return tuple(_section(options, store, lengths) for lengths in _WORKLOADS)
+
+
+SBS_FIGURE7 = PaperTable("sbs-figure7", _cells, ("num_prompts",), _document, whole=False, aliases=("sbs-figure8",))

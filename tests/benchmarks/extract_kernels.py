@@ -1,4 +1,4 @@
-"""Builds the packaged kernel tables from their published sources: ``python -m ebbench.devices.extract --help``.
+"""Builds the packaged kernel tables from published sources: ``python -m tests.benchmarks.extract_kernels --help``.
 
 Needs the extra ``tables`` (aiconfigurator-core) and a checkout of LLMServingSim's profiler output, neither of which is
 needed at run time. The tables keep: weights and KV cache in bfloat16 and FP8, no sliding window, a coarser grid of
@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from ebbench.devices import library
 from ebbench.devices.library import SCHEMAS
+from ebbench.devices.profiles import DATA
 
 AIC_COLLECTIVES = (
     f"aiconfigurator-core {library.VERSION}, all-reduce measured under vLLM, all-gather and reduce-scatter under NCCL"
@@ -82,7 +83,7 @@ def main() -> None:
     """Command-line entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--llmservingsim", type=Path, required=True, help="folder holding RTX4090/ and RTXPRO6000/")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "data" / "kernels")
+    parser.add_argument("--out", type=Path, default=DATA / "kernels")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     systems = _aic_systems()

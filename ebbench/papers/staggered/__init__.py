@@ -1,1 +1,0 @@
-"""Tables and figures of Tian et al. (2025), staggered batch scheduling."""
