@@ -225,7 +225,7 @@ T = TypeVar("T")
 NAMES: Mapping[str, str] = {
     "max_num_seqs": "N =", "max_num_batched_tokens": "B =", "model": "", "device": "", "workload": "", "scenario": "",
     "sessions": "", "concurrency": "", "rate": "", "saturation rate": "", "burstiness": "", "speed": "", "ramp-up": "",
-    "topology": "", "measurement": "",
+    "topology": "", "measurement": "", "priorities": "", "scheduling_policy": "scheduled by",
 }  # fmt: skip
 """Words before a value in the title of a case; other conditions are named as they are stored."""
 

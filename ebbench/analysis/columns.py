@@ -36,6 +36,7 @@ class RequestColumns:
 
     ``gaps_ns`` concatenates the inter-token gaps of all requests; ``gap_counts`` has the number of gaps per request.
     ``bundled``: requests in which not every token has a time of its own. ``request_class``: empty without a class.
+    ``tool``: how long (ns) tools took before the request.
     """
 
     status: npt.NDArray[Any]
@@ -58,6 +59,7 @@ class RequestColumns:
     first_answer: Ints
     prefilled: Ints
     request_class: npt.NDArray[Any]
+    tool: Ints
 
     @property
     def ok(self) -> Mask:
@@ -140,6 +142,7 @@ class RequestColumns:
             first_answer=_optional(requests, "first_answer_ns"),
             prefilled=_optional(requests, "prefilled_ns"),
             request_class=_texts(requests, "class") if "class" in requests.column_names else np.full(len(session), ""),
+            tool=_optional(requests, "tool_ns"),
         )
 
 

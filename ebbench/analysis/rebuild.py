@@ -21,7 +21,7 @@ from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.errors import DataError
 from ebbench.records import files
 from ebbench.records.manifest import Manifest, decode_manifest
-from ebbench.records.plan import with_class
+from ebbench.records.plan import with_plan_columns
 from ebbench.records.run import MANIFEST, PARTIAL, SCHEMAS, TAIL, Run, RunWriter, require_directory
 from ebbench.records.schema import PLAN, REQUESTS
 from ebbench.records.warnings import warning
@@ -78,7 +78,8 @@ def rebuild(directory: Path, *, skip_damaged: bool = False) -> Rebuilt:
     whole = pa.concat_tables([recorded, rows], promote_options="default").combine_chunks()
     order = pc.index_in(plan["request_id"], value_set=whole["request_id"].combine_chunks())
     unplanned = pc.invert(pc.is_in(whole["request_id"], value_set=plan["request_id"].combine_chunks()))
-    tables["requests"] = with_class(pa.concat_tables([whole.take(order), whole.filter(unplanned)]), tables["plan"])
+    whole = pa.concat_tables([whole.take(order), whole.filter(unplanned)])
+    tables["requests"] = with_plan_columns(whole, plan)
     finished = RunWriter(directory).finish(_judged(manifest, tables, recorded.num_rows, damaged), tables)
     for shard in (shard for paths in shards.values() for shard in paths if ".part-" in shard.name):
         if shard not in damaged:
@@ -96,7 +97,7 @@ def so_far(directory: Path) -> Run:
     Raises DataError if there is none, or none that can be read at this moment.
     """
     manifest, _, tables = _read(directory, [], skip=True)
-    tables["requests"] = with_class(tables["requests"], tables["plan"])
+    tables["requests"] = with_plan_columns(tables["requests"], tables["plan"])
     return Run(directory, msgspec.structs.replace(manifest, valid=True, interrupted=False, reasons=()), tables)
 
 

@@ -4,7 +4,9 @@ Definitions, the same for simulated and measured runs; a session is complete if 
 
 - completion time: from the intended start of its first request to the last token of its last one
 - model time: how much of it at least one request of the session was open, from its intended start to its last token
-- wait: the rest of it, in which tools ran or the user thought; completion = model + wait
+- wait: the rest of it; completion = model + wait
+- tool time: the part of the wait in which tools ran, as the plan says; think time: the rest, the user's. Undefined
+  for a session if the plan does not say it of one of its pauses: then both are one wait
 - request time: sum over its requests of E2EL; more than the model time where sub-agents run at the same time
 - end-to-end interactivity: output tokens / request time, in tokens/s
 """
@@ -37,6 +39,8 @@ SESSIONS = pa.schema(
         pa.field("completion_ms", pa.float64()),
         pa.field("model_ms", pa.float64()),
         pa.field("wait_ms", pa.float64()),
+        pa.field("tool_ms", pa.float64()),  # of the wait; null too where the plan does not tell tools from users
+        pa.field("think_ms", pa.float64()),
         pa.field("request_ms", pa.float64()),
         pa.field("interactivity_tokens_per_s", pa.float64()),
         # Of completed requests.
@@ -56,8 +60,9 @@ def sessions_table(columns: RequestColumns) -> pa.Table | None:
         return None
     ok, turns = columns.ok, np.bincount(number, minlength=count)
     done = np.bincount(number[ok], minlength=count)
-    start, end, wait = _spans(columns, ok, number, count)
+    start, end, wait, tool = _spans(columns, ok, number, count)
     complete = done == turns
+    told_apart = complete & (np.bincount(number[columns.tool == MISSING], minlength=count) == 0)
 
     def summed(values: Ints) -> Ints:
         return np.bincount(number[ok], values[ok], minlength=count).astype(np.int64)
@@ -78,6 +83,8 @@ def sessions_table(columns: RequestColumns) -> pa.Table | None:
         "completion_ms": pa.array((end - start) / NS_PER_MS, mask=~complete),
         "model_ms": pa.array((end - start - wait) / NS_PER_MS, mask=~complete),
         "wait_ms": pa.array(wait / NS_PER_MS, mask=~complete),
+        "tool_ms": pa.array(tool / NS_PER_MS, mask=~told_apart),
+        "think_ms": pa.array((wait - tool) / NS_PER_MS, mask=~told_apart),
         "request_ms": pa.array(request_ns / NS_PER_MS, mask=~complete),
         "interactivity_tokens_per_s": pa.array(output / np.maximum(request_ns, 1) * 1e9, mask=~complete),
         "input_tokens": pa.array(summed(columns.input_tokens)),
@@ -87,8 +94,11 @@ def sessions_table(columns: RequestColumns) -> pa.Table | None:
     return pa.table(columns_by_name, schema=SESSIONS).take(pa.array(np.argsort(first, kind="stable")))
 
 
-def _spans(columns: RequestColumns, ok: npt.NDArray[np.bool_], number: Ints, count: int) -> tuple[Ints, Ints, Ints]:
-    """First intended start and last token of each session, and the time between in which no request was open (ns)."""
+def _spans(
+    columns: RequestColumns, ok: npt.NDArray[np.bool_], number: Ints, count: int
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """First intended start and last token of each session, the time between in which no request was open (ns), and how
+    much of that tools took before the request that ended it."""
     rows = np.flatnonzero(ok)
     rows = rows[np.lexsort((columns.intended[rows], number[rows]))]
     session, starts, ends = number[rows], columns.intended[rows], columns.last_token[rows]
@@ -105,17 +115,19 @@ def _spans(columns: RequestColumns, ok: npt.NDArray[np.bool_], number: Ints, cou
     start[session[begins]] = starts[begins]
     finals = np.append(begins[1:], np.True_) if len(rows) else begins
     end[session[finals]] = latest[finals]
-    wait = np.zeros(count, np.int64)
+    wait, tool = np.zeros(count, np.int64), np.zeros(count, np.int64)
     np.add.at(wait, session, idle)
-    return start, end, wait
+    np.add.at(tool, session, np.minimum(idle, np.maximum(columns.tool[rows], 0)))
+    return start, end, wait, tool
 
 
 @dataclass(frozen=True)
 class SessionFigures:
     """Sessions that began in a run, of all or of one class; times in ms, of complete ones.
 
-    ``model_share``: model time / completion time, and ``interactivity``: output tokens / request time (tokens/s), each
-    over all complete sessions together.
+    ``model_share``: model time / completion time, ``tool_share`` and ``think_share``: the same of tools and users, and
+    ``interactivity``: output tokens / request time (tokens/s), each over all complete sessions together. ``tool`` and
+    ``think``: of the sessions whose plan tells them apart; the shares are None unless it does of all.
     """
 
     planned: int
@@ -123,7 +135,11 @@ class SessionFigures:
     completion: Distribution
     model: Distribution
     wait: Distribution
+    tool: Distribution
+    think: Distribution
     model_share: float | None
+    tool_share: float | None
+    think_share: float | None
     interactivity: float | None
     mean_turns: float | None
     mean_input_tokens: float | None
@@ -136,12 +152,16 @@ class SessionFigures:
         done = table.filter(table["complete"])
 
         def ns(name: str) -> npt.NDArray[np.float64]:
-            return np.asarray(done[name].to_numpy(), np.float64) * NS_PER_MS
+            return np.asarray(done[name].drop_null().to_numpy(), np.float64) * NS_PER_MS
 
         def mean(name: str) -> float | None:
             return float(done[name].to_numpy().mean()) if done.num_rows else None
 
-        completion, model, wait = (ns(name) for name in ("completion_ms", "model_ms", "wait_ms"))
+        def share(part: npt.NDArray[np.float64]) -> float | None:
+            return float(part.sum()) / whole if whole and len(part) == done.num_rows else None
+
+        times = ("completion_ms", "model_ms", "wait_ms", "tool_ms", "think_ms")
+        completion, model, wait, tool, think = map(ns, times)
         whole, requests = float(completion.sum()), float(ns("request_ms").sum())
         return cls(
             table.num_rows,
@@ -149,7 +169,11 @@ class SessionFigures:
             Distribution.of_ns(completion),
             Distribution.of_ns(model),
             Distribution.of_ns(wait),
+            Distribution.of_ns(tool),
+            Distribution.of_ns(think),
             float(model.sum()) / whole if whole else None,
+            share(tool),
+            share(think),
             float(done["output_tokens"].to_numpy().sum()) / requests * 1e9 if requests else None,
             mean("turns"),
             mean("input_tokens"),
@@ -157,15 +181,16 @@ class SessionFigures:
         )
 
     def to_dict(self) -> dict[str, float | int | None]:
-        """Flat values, times as ``{mean,median,std,p90,p95,p99}_{completion,model,wait}_ms``."""
+        """Flat values, times as ``{mean,median,std,p90,p95,p99}_{completion,model,wait,tool,think}_ms``."""
         own = {
             "planned": self.planned, "complete": self.complete, "model_share": self.model_share,
+            "tool_share": self.tool_share, "think_share": self.think_share,
             "interactivity_tokens_per_s": self.interactivity, "mean_turns": self.mean_turns,
             "mean_input_tokens": self.mean_input_tokens, "mean_output_tokens": self.mean_output_tokens,
         }  # fmt: skip
         times: dict[str, Any] = {
             f"{statistic}_{name}_ms": value
-            for name in ("completion", "model", "wait")
+            for name in ("completion", "model", "wait", "tool", "think")
             for statistic, value in getattr(self, name).items()
         }
         return own | times

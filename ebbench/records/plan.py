@@ -242,16 +242,21 @@ def primed(table: pa.Table) -> pa.Table:
     return pa.table({name: changed.get(name, rows[name]) for name in PLAN.names}, schema=PLAN)
 
 
-def with_class(requests: pa.Table, plan: pa.Table) -> pa.Table:
-    """The table of a run's requests with their classes, if the plan gives them any."""
-    if "class" not in plan.column_names or "class" in requests.column_names:
-        return requests
+def with_plan_columns(requests: pa.Table, plan: pa.Table) -> pa.Table:
+    """The table of a run's requests with their classes and the time that tools took before them, where the plan says
+    so."""
     import pyarrow.compute as pc
 
     from ebbench.records.schema import REQUESTS_EXTRAS
 
-    rows = pc.index_in(requests["request_id"], value_set=plan["request_id"].combine_chunks())
-    return requests.append_column(REQUESTS_EXTRAS.field("class"), plan["class"].combine_chunks().take(rows))
+    columns = {name: plan[name] for name in ("class", "tool_ns") if name in plan.column_names}
+    if "tool_ns" in columns:
+        columns["tool_ns"] = pc.if_else(plan["pause_ns"].is_valid(), plan["tool_ns"], 0)
+    columns = {name: values for name, values in columns.items() if name not in requests.column_names}
+    rows = pc.index_in(requests["request_id"], value_set=plan["request_id"].combine_chunks()) if columns else None
+    for name, values in columns.items():
+        requests = requests.append_column(REQUESTS_EXTRAS.field(name), values.combine_chunks().take(rows))
+    return requests
 
 
 def optional_ints(table: pa.Table, name: str, null: int = 0) -> Ints | None:

@@ -50,6 +50,8 @@ PLAN_EXTRAS = pa.schema(
         # Pause (ns) between the end of the requests that this one waits for and its own intended start: the user's
         # think time, or the time of a tool call. Null: none.
         pa.field("pause_ns", pa.int64()),
+        # How much of the pause tools take; the rest is the user's. Null: no pause, or not known of it.
+        pa.field("tool_ns", pa.int64()),
         # Turns of the same session, all of them lower, whose ends this request waits for. Null: the turn before. Empty:
         # it starts with the session. Two requests that wait for the same turn run at the same time (sub-agents); one
         # that waits for both of them joins them.
@@ -113,11 +115,13 @@ DRAFT_COLUMNS = (
     pa.field("acceptance_histogram", pa.list_(pa.int32())),
 )
 
-# Columns that a requests table has only where they apply. The first: where the plan has it. The next two: where answers
-# may have a thinking part, so in simulated runs whose plan says so, and in runs against the chat endpoint.
+# Columns that a requests table has only where they apply. The first two: where the plan has them. The next two: where
+# answers may have a thinking part, so in simulated runs whose plan says so, and in runs against the chat endpoint.
 REQUESTS_EXTRAS = pa.schema(
     [
         pa.field("class", pa.string()),
+        # As in the plan, but 0 without a pause.
+        pa.field("tool_ns", pa.int64()),
         # Thinking tokens of the output; null where the server marked none. The server's `usage` decides, else messages.
         pa.field("thinking_tokens", pa.int32()),
         # First token of the answer after the thinking. Null without thinking, and where the output ended in it.

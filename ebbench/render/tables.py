@@ -198,6 +198,8 @@ _OF_SESSIONS: tuple[tuple[Column, Callable[[SessionFigures], float | None]], ...
     (Column("time\nmedian", show=numbers.duration_ms, key="median_completion_ms"), lambda s: s.completion.median),
     (Column("time\np90", show=numbers.duration_ms, key="p90_completion_ms"), lambda s: s.completion.p90),
     (Column("in the\nmodel", show=numbers.percent, key="model_share"), lambda s: s.model_share),
+    (Column("with\ntools", show=numbers.percent, key="tool_share"), lambda s: s.tool_share),
+    (Column("with\nusers", show=numbers.percent, key="think_share"), lambda s: s.think_share),
     (Column("wait\nmedian", show=numbers.duration_ms, key="median_wait_ms"), lambda s: s.wait.median),
     (Column("turns\nmean", show=numbers.rate, key="mean_turns"), lambda s: s.mean_turns),
     (Column("in tok\nmean", show=numbers.rate, key="mean_input_tokens"), lambda s: s.mean_input_tokens),
@@ -209,8 +211,10 @@ _OF_SESSIONS: tuple[tuple[Column, Callable[[SessionFigures], float | None]], ...
 def sessions(case: ComparisonCase) -> Section | None:
     """One row per policy, and per class and policy if there are classes; None if every session is one request."""
     groups_by_class = [("all", case.groups), *((named(name), groups) for name, groups in by_class(case) if name)]
+    told_apart = any(summary.sessions[""].tool.count for summary in case.summaries if summary.sessions)
+    shown = [pair for pair in _OF_SESSIONS if told_apart or pair[0].key not in ("tool_share", "think_share")]
     rows: list[tuple[Value, ...]] = [
-        (name, group.policy, _jobs(group), *(_of_sessions(group, figure) for _, figure in _OF_SESSIONS))
+        (name, group.policy, _jobs(group), *(_of_sessions(group, figure) for _, figure in shown))
         for name, groups in groups_by_class
         for group in groups
         if all(summary.sessions for summary in group.summaries)
@@ -219,7 +223,7 @@ def sessions(case: ComparisonCase) -> Section | None:
         return None
     by_name = len(groups_by_class) > 1
     columns = (*[Column("class", "label", fold=True)] * by_name, Column("policy", "label", fold=True),
-               Column("sessions\ncomplete", "label", right=True), *(column for column, _ in _OF_SESSIONS))  # fmt: skip
+               Column("sessions\ncomplete", "label", right=True), *(column for column, _ in shown))  # fmt: skip
     title = f"By session{f': {case.title}' if case.title else ''}"
     return Section(title, columns, tuple(row if by_name else row[1:] for row in rows))
 
@@ -343,7 +347,7 @@ def legend(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) ->
     if any(summary.sessions for case in cases for summary in case.summaries):
         parts.append(
             "session time: intended start to its last token; in the model: while a request of it is open, wait: the "
-            "rest; tok/s end to end: output tokens / sum of E2EL"
+            "rest, of tools and users, where the plan says which; tok/s end to end: output tokens / sum of E2EL"
         )
     if any(summary.drafted for case in cases for group in case.groups for summary in group.summaries):
         parts.append(

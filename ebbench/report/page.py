@@ -235,7 +235,8 @@ def _sessions() -> Any:
             tooltip=["session:N", "class:N", alt.Tooltip("t:Q", title="start s", format=",.2f"),
                      alt.Tooltip("s:Q", title="complete after s", format=",.2f"),
                      alt.Tooltip("turns:Q", title="requests"),
-                     alt.Tooltip("model:Q", title="in the model", format=".0%")],
+                     alt.Tooltip("model:Q", title="in the model", format=".0%"),
+                     alt.Tooltip("tools:Q", title="with tools", format=".0%")],
         )
         .properties(width="container", height=260)
     )  # fmt: skip

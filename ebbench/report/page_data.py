@@ -132,7 +132,8 @@ def comparison_tables(cases: Sequence[ComparisonCase], *, all_percentiles: bool 
 _PART_NOTES = {
     "phase": "A phase's output tokens/s: its requests' tokens, from its first intended start to its last completion.",
     "class": "Rates of a class are over the whole run, so that those of all classes add up to it.",
-    "session": "Of complete sessions. In the model: while a request of the session is open; wait: the rest.",
+    "session": "Of complete sessions. In the model: while a request of the session is open; wait: the rest, of "
+    "tools and users, where the plan says which.",
 }
 
 
@@ -411,6 +412,7 @@ def _sessions(run: Run) -> list[Row]:
             "session": str(session["session"]), "class": session["class"] or "", "turns": session["turns"],
             "t": _short(session["start_ns"] / 1e9), "s": _short(session["completion_ms"] / 1e3),
             "model": _short(session["model_ms"] / session["completion_ms"]) if session["completion_ms"] else 0.0,
+            "tools": session.get("tool_ms") and _short(session["tool_ms"] / session["completion_ms"]),
         }
         for session in table.to_pylist()[::stride]
     ]  # fmt: skip

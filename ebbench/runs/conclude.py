@@ -33,7 +33,7 @@ from ebbench.records.manifest import (
     plan_hash,
     software_versions,
 )
-from ebbench.records.plan import Plan, with_class
+from ebbench.records.plan import Plan, with_plan_columns
 from ebbench.records.run import NotStoredError, Run, RunWriter
 from ebbench.records.schema import DECISIONS, REQUEST_LATENCIES, REQUESTS, STEPS
 from ebbench.records.warnings import (
@@ -319,7 +319,7 @@ def conclude(writer: RunWriter, context: RunContext, result: EngineResult) -> Ru
 
 def conclude_with_summary(writer: RunWriter, context: RunContext, result: EngineResult) -> tuple[Run, Summary]:
     """:func:`conclude`, also returning the summary, whose metrics are computed for the validity check anyway."""
-    result = replace(result, requests=with_class(result.requests, context.plan.table))
+    result = replace(result, requests=with_plan_columns(result.requests, context.plan.table))
     columns = RequestColumns.of(result.requests)
     windows = steady_windows(columns, phase_facts(context.plan))
     metrics = measure(columns, slo=context.slo, windows=windows)

@@ -34,7 +34,7 @@ from ebbench.engines.base import EngineResult, check_options, rank_notes, start_
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.records.manifest import phase_facts
-from ebbench.records.plan import Plan, with_class
+from ebbench.records.plan import Plan, with_plan_columns
 from ebbench.records.warnings import Fact, RunWarning, fact
 from ebbench.runs.conclude import mean_batches, said_of_run, shown_by_servers
 from ebbench.runs.execute import stoppable
@@ -376,7 +376,7 @@ def _plan(task: PlanTask, scenario: str, sessions: int, **load: float) -> Plan:
 def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeReading:
     """Simulate; the reading's caveats are those that matter to this run, and what a full KV cache cost in it."""
     result = _simulated(task, plan, replicas)
-    result = replace(result, requests=with_class(result.requests, plan.table))
+    result = replace(result, requests=with_plan_columns(result.requests, plan.table))
     tables = ProbeTables(result.requests, result.steps, phase_facts(plan), task.spec.plan.seed)
     device, batches = (
         result.device or device_of(task.spec),

@@ -37,6 +37,8 @@ from ebbench.workloads.recorded import (
     Stamp,
     TraceFormat,
     answer_text,
+    brings_results,
+    calls_tools,
     joined_text,
     parse_stamp,
     read_class,
@@ -157,6 +159,8 @@ _MORE = ("end", "duration", "turn", "hash_ids", "session", "cached", "class", "a
 """Roles that make a row more than a time and two lengths."""
 CHOICES = (*ALIASES, "block_tokens")
 """Keys of ``--columns`` that a log with columns takes."""
+_STOPS = {"finish_reason", "stop_reason", "stop"}
+"""Plain names of a column that may say that a response ends with calls of tools."""
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
@@ -321,6 +325,8 @@ class _Reader:
         self._session, self._cached = self._session_of(), columns.getter("cached")
         self._class, self._accepted = columns.getter("class"), columns.getter("accepted")
         self._added = [(name, value_at(name)) for name in columns.added]
+        stop = next((name for name in log.sample[0].value if plain_name(name) in _STOPS), None)
+        self._stop = value_at(stop)
         # A prompt that is counted from its messages is whole; a length is of what the turn adds.
         self.delays = Delays(log, columns, not self.from_texts) if "delay" in have else None
         self._seconds = _SECONDS.get(columns.units.get("duration", definition.duration or ""))
@@ -370,6 +376,8 @@ class _Reader:
             turn, end, lasted, text if self._texts.keep and text else None, cached,
             request_class=read_class(self._log, record.line, names.get("class", "class"), self._class(value)),
             steps_by_accepted=read_steps(self._accepted(value)),
+            brings_results=brings_results(self._prompt_of(value)) if self.from_texts else None,
+            calls_tools=calls_tools(self._stop(value)),
         )  # fmt: skip
 
     def _lengths(self, record: LogRecord, inputs: Any, outputs: Any) -> tuple[int | None, int | None, str]:
@@ -379,15 +387,20 @@ class _Reader:
         output_tokens = read_tokens(self._log, record, names.get("output", "output"), outputs)
         if not self.from_texts and output_tokens is not None:
             return input_tokens, output_tokens, ""
-        prompt, answer = self._prompt(record.value), self._answer(record.value)
+        prompt, answer = self._prompt_of(record.value), self._answer(record.value)
         if self._answered:
-            prompt, answer = without_answer(prompt)
+            answer = without_answer(self._prompt(record.value))[1]
         text = joined_text(prompt) if self.from_texts else ""
         if input_tokens is None and text:
             input_tokens = self._texts.tokens(text)
         if output_tokens is None and (answered := answer_text(answer)):
             output_tokens = self._texts.tokens(answered)
         return input_tokens, output_tokens, text
+
+    def _prompt_of(self, record: Mapping[str, Any]) -> Any:
+        """The text or messages of a record's prompt, without an answer that ends them."""
+        prompt = self._prompt(record)
+        return without_answer(prompt)[0] if self._answered else prompt
 
     def _stamp(self, record: LogRecord, role: str, value: Any) -> Stamp | None:
         if value is None:

@@ -25,6 +25,7 @@ from ebbench.workloads.recorded import (
     Rows,
     Stamp,
     TraceFormat,
+    calls_tools,
     converted,
     parse_stamp,
     read_stamp,
@@ -258,6 +259,7 @@ class _WekaRequest(msgspec.Struct):
     api_time: float | None = None
     hash_ids: list[int | str] | None = None
     requests: list[dict[str, Any]] | None = None
+    input_types: list[str] | None = None
 
 
 class _WekaSession(msgspec.Struct):
@@ -303,6 +305,8 @@ def _weka_session(log: LogFile, record: LogRecord, number: int, ids: dict[tuple[
             record.line, start, inputs, outputs, blocks or None,
             number if timed else (number, *chain),
             duration_s=float(took) if isinstance(took, int | float) and 0.0 <= took < _LONGEST_S else None,
+            brings_results="tool_result" in kinds if (kinds := request.get("input_types")) else None,
+            calls_tools=calls_tools(request.get("stop")),
         )  # fmt: skip
 
 
@@ -333,6 +337,7 @@ _INPUT = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm.token_
 _OUTPUT = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm.token_count.completion")
 _CACHED = ("gen_ai.usage.cache_read.input_tokens", "llm.token_count.prompt_details.cache_read")
 _SESSION = ("gen_ai.conversation.id", "session.id")
+_STOPS = ("gen_ai.response.finish_reasons", "llm.finish_reason")
 _OPERATION = ("gen_ai.operation.name", "openinference.span.kind")
 _OTHER_WORK = (
     "invoke_agent", "execute_tool", "embeddings", "create_agent",
@@ -383,7 +388,10 @@ def _otel_rows(log: LogFile) -> Rows:
             except ValueError as error:
                 raise InputFileError(log.path, f"a span's time {error}", span.line) from None
             session = _first(attributes, _SESSION) or span.trace
-            yield Recorded(span.line, start, counts[0], counts[1], session=session, end=end, cached_tokens=counts[2])
+            yield Recorded(
+                span.line, start, counts[0], counts[1], session=session, end=end, cached_tokens=counts[2],
+                calls_tools=calls_tools(_first(attributes, _STOPS)),
+            )  # fmt: skip
 
 
 class _Scope(msgspec.Struct):

@@ -60,6 +60,8 @@ class Collected:
     ends: Any = field(default_factory=lambda: array("d"))
     durations: Any = field(default_factory=lambda: array("d"))
     pauses: Any = field(default_factory=lambda: array("d"))
+    brings_results: Any = field(default_factory=lambda: array("d"))
+    calls_tools: Any = field(default_factory=lambda: array("d"))
     _codes: dict[Any, int] = field(default_factory=dict)
     _labels: dict[int | str, int] = field(default_factory=lambda: defaultdict(count().__next__))
 
@@ -108,6 +110,9 @@ class Collected:
             _put(self.durations, len(self.line), row.duration_s, _UNKNOWN)
         if row.pause_s is not None:
             _put(self.pauses, len(self.line), row.pause_s, _UNKNOWN)
+        for said, column in ((row.brings_results, self.brings_results), (row.calls_tools, self.calls_tools)):
+            if said is not None:
+                _put(column, len(self.line), float(said), _UNKNOWN)
         if row.hash_ids is not None:
             before = len(self.hash_flat)
             try:
@@ -303,10 +308,24 @@ def arranged(rows: Collected, start_s: Floats | None, end_s: Floats | None) -> R
         content=_contents(session, turn, inputs, outputs, after) if rows.sessions else None,
         arrival_s=None if start_s is None else starts_s[first],
         pause_s=pause_s,
+        tool_share=None if pause_s is None else _tool_share(rows, order, turn, after),
         after=after,
         classes=[rows.classes[row] for row in order] if rows.classes else None,
         offset_s=starts_s - starts_s[first][session] if own_times else None,
     )
+
+
+def _tool_share(rows: Collected, order: Int64s, turn: Int32s, after: list[list[int] | None] | None) -> Floats | None:
+    """Per row 1 where the pause before it is of tools, 0 where it is the user's, NaN where the log does not say; None
+    if it never does. A request with results of tools follows them, else one that follows a response with calls."""
+    brings, calls = (_padded(column, len(rows), _UNKNOWN)[order] for column in (rows.brings_results, rows.calls_tools))
+    before = np.arange(len(order)) - 1
+    for row, waits in enumerate(after or ()):
+        if waits:
+            before[row] = row - int(turn[row]) + max(waits)
+    share: Floats = np.where(np.isnan(brings), calls[before], brings)
+    share[turn == 0] = np.nan
+    return None if np.isnan(share).all() else share
 
 
 def strings_or_null(texts: Sequence[str | None]) -> pa.Array:

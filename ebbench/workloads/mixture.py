@@ -237,6 +237,7 @@ def _join_classes(mixture: Mixture, parts: Sequence[Requests], seed: int) -> Req
         block_tokens=(sizes.pop() if sizes else None),
         content=_contents(parts)[order],
         pause_s=rows.array("pause_s", np.nan, optional=True),
+        tool_share=rows.array("tool_share", np.nan, optional=True),
         after=rows.listed("after"),
         hang_up_s=rows.array("hang_up_s", np.nan, optional=True),
         thinking_tokens=rows.array("thinking_tokens", 0, optional=True),

@@ -110,6 +110,9 @@ def _extras(requests: Requests) -> dict[str, pa.Array]:
     if requests.pause_s is not None and (known := requests.pause_s > 0).any():
         ns = np.rint(np.where(known, requests.pause_s, 0.0) * 1e9)
         columns["pause_ns"] = ints(ns, pa.int64(), valid=known)
+        if requests.tool_share is not None and (known := known & np.isfinite(requests.tool_share)).any():
+            tool_ns = np.rint(np.where(known, ns * requests.tool_share, 0.0))
+            columns["tool_ns"] = ints(tool_ns, pa.int64(), valid=known)
     if requests.after is not None and any(waits is not None for waits in requests.after):
         columns["after"] = int_lists(requests.after).cast(PLAN_EXTRAS.field("after").type)
     if requests.hang_up_s is not None and (known := np.isfinite(requests.hang_up_s)).any():

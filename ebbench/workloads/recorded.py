@@ -377,7 +377,8 @@ class Recorded(NamedTuple):
     ``end``: when its response was complete; ``duration_s``: how long it took, where only that is known;
     ``cached_tokens``: how much of the prompt the server had in its cache then; ``pause_s``: the time from the end of
     the turn before to its start, where that is what the log says; ``request_class``: the name of its class;
-    ``steps_by_accepted``: decode steps that accepted 0, 1, ... drafted tokens.
+    ``steps_by_accepted``: decode steps that accepted 0, 1, ... drafted tokens. ``brings_results``: whether its prompt
+    ends with results of tools; ``calls_tools``: whether its response ends with calls of tools; None: not said.
     """
 
     line: int
@@ -394,6 +395,29 @@ class Recorded(NamedTuple):
     pause_s: float | None = None
     request_class: str | None = None
     steps_by_accepted: Sequence[int] | None = None
+    brings_results: bool | None = None
+    calls_tools: bool | None = None
+
+
+def calls_tools(stop: Any) -> bool | None:
+    """Whether a response with this finish reason, or list of them, ends with calls of tools; None: not said."""
+    reasons = [reason for reason in (stop if isinstance(stop, list) else [stop]) if isinstance(reason, str) and reason]
+    return any(_CALLS.search(reason) for reason in reasons) if reasons else None
+
+
+def brings_results(messages: Any) -> bool | None:
+    """Whether a prompt of messages ends with results of tools; None if it is none."""
+    if not isinstance(messages, list) or not messages or not isinstance(messages[-1], Mapping):
+        return None
+    last = messages[-1]
+    parts = last.get("content") if isinstance(last.get("content"), list) else []
+    kinds = [last.get("type"), *(part.get("type") for part in parts if isinstance(part, Mapping))]
+    return last.get("role") in ("tool", "function") or bool({*map(str, kinds)} & _RESULTS)
+
+
+_CALLS = re.compile("tool|function_call", re.IGNORECASE)
+_RESULTS = {"tool_result", "function_call_output"}
+"""Types of messages or their parts in Anthropic's Messages and OpenAI's Responses."""
 
 
 class Dropped(NamedTuple):

@@ -87,8 +87,8 @@ class ImageSettings:
 
 
 _ARRAYS = (
-    "turn", "input_tokens", "output_tokens", "content", "pause_s", "hang_up_s", "thinking_tokens", "priority",
-    "offset_s", "primed_tokens",
+    "turn", "input_tokens", "output_tokens", "content", "pause_s", "tool_share", "hang_up_s", "thinking_tokens",
+    "priority", "offset_s", "primed_tokens",
 )  # fmt: skip
 _LISTS = ("lora", "images", "classes")
 """Columns of requests with an entry per row, which rows are chosen from and repeated by, whatever they mean."""
@@ -100,11 +100,12 @@ class Requests:
 
     ``arrival_s``: one entry per session, from the start of the trace; None unless the source has times.
     ``block_tokens``: prompt tokens per hash id (None: 512). ``content``: stream of each row's tokens from 0, None: one
-    per session. ``pause_s``: seconds between the end of what a row waits for and its start (NaN: none); ``after``: the
-    turns that it waits for, None for the turn before. ``hang_up_s``: seconds after which the client hangs up (NaN:
-    never). ``thinking_tokens``: how many output tokens, from the first one on, are thinking. ``lora``: adapter of
-    each row; ``images``: those of each prompt, whose tokens ``input_tokens`` includes. ``classes`` and ``priority``:
-    class and vLLM's priority of each row. ``offset_s``: recorded start of each row from that of its session;
+    per session. ``pause_s``: seconds between the end of what a row waits for and its start (NaN: none);
+    ``tool_share``: the share of it that tools take, the rest is the user's (NaN: not known); ``after``: the turns that
+    it waits for, None for the turn before. ``hang_up_s``: seconds after which the client hangs up (NaN: never).
+    ``thinking_tokens``: how many output tokens, from the first one on, are thinking. ``lora``: adapter of each row;
+    ``images``: those of each prompt, whose tokens ``input_tokens`` includes. ``classes`` and ``priority``: class and
+    vLLM's priority of each row. ``offset_s``: recorded start of each row from that of its session;
     ``primed_tokens``: how much of its prompt the server holds when the run begins.
     """
 
@@ -118,6 +119,7 @@ class Requests:
     content: Int64s | None = None
     arrival_s: Floats | None = None
     pause_s: Floats | None = None
+    tool_share: Floats | None = None
     after: Sequence[Sequence[int] | None] | None = None
     hang_up_s: Floats | None = None
     thinking_tokens: Int32s | None = None

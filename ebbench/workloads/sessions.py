@@ -217,7 +217,8 @@ def with_sessions(requests: Requests, spec: SessionSpec, seed: int) -> Requests:
     if spec.thinking is not None:
         requests = _with_thinking(requests, spec.thinking, seed)
     if spec.think or spec.tool:
-        requests = replace(requests, pause_s=_pauses(spec, later, seed))
+        pause_s, tool_share = _pauses(spec, later, seed)
+        requests = replace(requests, pause_s=pause_s, tool_share=tool_share)
     if spec.agents is not None:
         if requests.after is not None:
             raise UsageError("the requests bring their own sub-agents; leave out --sub-agents")
@@ -257,16 +258,17 @@ def _described(spec: SessionSpec) -> dict[str, Any]:
     return described
 
 
-def _pauses(spec: SessionSpec, later: np.ndarray, seed: int) -> Floats:
-    """The pause before each request (s); 0 before the first of a session."""
+def _pauses(spec: SessionSpec, later: np.ndarray, seed: int) -> tuple[Floats, Floats]:
+    """The pause before each request (s), 0 before the first of a session; and the share of it that tools take."""
     n = len(later)
     chosen = spec.think or spec.tool
     assert chosen is not None  # the caller checked it
     pauses = chosen.draw(substream(seed, "sessions/think"), n)
+    calls = np.full(n, spec.think is None)
     if spec.tool is not None and spec.tool_share is not None:
         calls = substream(seed, "sessions/tool-share").random(n) < spec.tool_share
         pauses = np.where(calls, spec.tool.draw(substream(seed, "sessions/tool"), n), pauses)
-    return np.where(later, pauses, 0.0)
+    return np.where(later, pauses, 0.0), calls.astype(np.float64)
 
 
 def _with_agents(requests: Requests, agents: AgentSpec, spec: SessionSpec, seed: int) -> Requests:
@@ -402,7 +404,7 @@ class _Rows:
     def __init__(self, requests: Requests) -> None:
         self._old = requests
         self._columns: dict[str, list[Any]] = {
-            name: [] for name in ("session", "turn", "input", "output", "after", "content", "pause", "source")
+            name: [] for name in ("session", "turn", "input", "output", "after", "content", "pause", "tool", "source")
         }
         self._session, self._turn, self._agents = -1, 0, 0
         self._waits_for: list[int] = []
@@ -418,7 +420,8 @@ class _Rows:
         joins = len(self._waits_for) > 0 and self._waits_for != [self._turn - 1]
         pause = 0.0 if joins or old.pause_s is None else float(old.pause_s[row])
         length = int(old.input_tokens[row]) + self._grown
-        self._put(length, int(old.output_tokens[row]), list(self._waits_for), self._session, pause, row)
+        tool = 1.0 if old.tool_share is None else float(old.tool_share[row])
+        self._put(length, int(old.output_tokens[row]), list(self._waits_for), self._session, pause, tool, row)
         self._waits_for = [self._turn - 1]
 
     def add_agents(self, agents: AgentSpec, fresh: list[int], answers: list[int], tools_s: list[float]) -> None:
@@ -431,14 +434,16 @@ class _Rows:
             for turn in range(agents.turns):
                 place = agent * agents.turns + turn
                 length = history + fresh[place]
-                self._put(length, answers[place], [before], content, tools_s[place] if turn else 0.0, -1)
+                self._put(length, answers[place], [before], content, tools_s[place] if turn else 0.0, 1.0, -1)
                 history, before = length + answers[place], self._turn - 1
             ends.append(before)
             self._grown += answers[agent * agents.turns + agents.turns - 1]
         self._waits_for = ends
 
-    def _put(self, length: int, output: int, after: list[int], content: int, pause: float, source: int) -> None:
-        values = (self._session, self._turn, length, output, after, content, pause, source)
+    def _put(
+        self, length: int, output: int, after: list[int], content: int, pause: float, tool: float, source: int
+    ) -> None:
+        values = (self._session, self._turn, length, output, after, content, pause, tool, source)
         for column, value in zip(self._columns.values(), values, strict=True):
             column.append(value)
         self._turn += 1
@@ -473,6 +478,7 @@ class _Rows:
             prompt=None if old.prompt is None else old.prompt.take(source),
             hash_ids=None if old.hash_ids is None else old.hash_ids.take(source),
             pause_s=pauses if pauses.any() else None,
+            tool_share=np.array(columns["tool"]) if pauses.any() else None,
             thinking_tokens=self._thinking(),
             classes=self._classes(),
             after=columns["after"],

@@ -28,7 +28,7 @@ def test_think_time_comes_before_every_later_turn() -> None:
     assert (pauses[turns == 0] == 0).all()
     assert (pauses[turns > 0] > 0).all()
     assert pauses[turns > 0].mean() / 1e9 == pytest.approx(5, rel=0.1)
-    assert table.drop(["pause_ns"]).equals(chat(num_prompts=300).table)
+    assert table.drop(["pause_ns", "tool_ns"]).equals(chat(num_prompts=300).table)
 
 
 def test_a_share_of_the_pauses_are_tool_calls() -> None:
