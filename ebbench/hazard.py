@@ -59,15 +59,27 @@ class TrendTests:
         return mann_kendall and self.slope > 0 and self.regression_p < LEVEL
 
     @property
+    def trend(self) -> str:
+        """The trend that both tests find, one of TRENDS."""
+        if self.rising:
+            return "increasing failure rate"
+        if self.tau < 0 and self.mann_kendall_p < LEVEL and self.slope < 0 and self.regression_p < LEVEL:
+            return "decreasing failure rate"
+        return "undecided" if min(self.mann_kendall_p, self.regression_p) < LEVEL else "no trend found"
+
+    @property
     def verdict(self) -> str:
         """The result in words."""
-        if self.rising:
-            return "increasing failure rate (IFR): both tests find a rising hazard"
-        if self.tau < 0 and self.mann_kendall_p < LEVEL and self.slope < 0 and self.regression_p < LEVEL:
-            return "decreasing failure rate (DFR): both tests find a falling hazard"
-        if min(self.mann_kendall_p, self.regression_p) < LEVEL:
-            return "undecided: the two tests disagree"
-        return "no trend found: a constant hazard (CFR) is not rejected"
+        return self.trend + TRENDS[self.trend]
+
+
+TRENDS = {
+    "increasing failure rate": " (IFR): both tests find a rising hazard",
+    "decreasing failure rate": " (DFR): both tests find a falling hazard",
+    "undecided": ": the two tests disagree",
+    "no trend found": ": a constant hazard (CFR) is not rejected",
+}
+"""Trends of a hazard, and what follows them in a sentence."""
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ def check_ranges(owner: Any) -> None:
         if isinstance(value, int | float):
             check_range(option, value, declared.about)
         elif get_origin(declared.kind) is Literal and value not in get_args(declared.kind):
-            raise UsageError(f"{option} must be {', '.join(get_args(declared.kind))}, not {value!r}")
+            raise UnknownNameError(option, value, get_args(declared.kind))
 
 
 def _default(member: Field[Any]) -> Any:

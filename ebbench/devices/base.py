@@ -175,7 +175,17 @@ QUANTIZATIONS = ("fp8",)
 
 @dataclass(frozen=True)
 class DeviceRequest:
-    """The arguments of :func:`ebbench.devices.loader.load_device`, which describes them."""
+    """A GPU serving a model, or one unit of several GPUs: the arguments of :func:`ebbench.devices.loader.load_device`.
+
+    ``cost``: auto (the best available), table, linear or roofline. ``async_scheduling``: vLLM's (default since 0.14);
+    host work overlaps with the GPU's. ``eager``: a server without CUDA graphs. ``host`` replaces the profile's
+    constants. ``parallel``: how GPUs share the model. ``quantization`` and ``kv_cache_dtype``: vLLM's (fp8).
+    ``kv_tokens``: the KV cache that a server reports, in place of the estimate. ``vllm_version``: the version by whose
+    rules the KV cache is sized, None: the default one. ``speculative``: the server drafts tokens. ``assume_kernels``: a
+    roofline stands for kernels that were not measured, with a caveat. ``prefix_caching``: a sequence keeps two states,
+    without it one. The other settings only affect the cache's size, too; None is the profile's value, of
+    ``gpu_memory_utilization`` the version's.
+    """
 
     name: str
     model: str
@@ -191,7 +201,7 @@ class DeviceRequest:
     kv_cache_dtype: str = "auto"
     kv_tokens: int | None = None
     vllm_version: str | None = None
-    drafts: Speculative | None = None
+    speculative: Speculative | None = None
     assume_kernels: bool = False
     prefix_caching: bool = True
 

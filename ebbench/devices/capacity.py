@@ -169,7 +169,7 @@ def requested_capacity(profile: DeviceProfile, model: ModelGeometry, request: De
     limits = batch_limits(profile, request.vllm)
     return kv_capacity_tokens(
         profile,
-        model if request.drafts is None else model.with_drafter(request.drafts.rules.layers),
+        model if request.speculative is None else model.with_drafter(request.speculative.rules.layers),
         start_up(request.vllm),
         parallel=request.parallel,
         gpu_memory_utilization=request.gpu_memory_utilization,
@@ -199,7 +199,7 @@ def requested_layout(profile: DeviceProfile, model: ModelGeometry, request: Devi
         request.vllm,
         async_scheduling=request.async_scheduling,
         prefix_caching=request.prefix_caching,
-        drafts=request.drafts is not None,
+        drafts=request.speculative is not None,
     )
 
 

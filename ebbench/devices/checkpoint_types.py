@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ebbench.devices.geometry import WEIGHT_BITS, Mixer, ModelGeometry, Product
+from ebbench.devices.geometry import WEIGHT_BITS, Mixer, ModelGeometry
 from ebbench.errors import InputFileError
 from ebbench.foreign.documents import read_object
 
@@ -79,13 +79,9 @@ def _of_mixer(mixer: Mixer) -> Iterator[tuple[tuple[str, ...], int]]:
     named = {"latent": _LATENT, "index": _INDEX}.get(mixer.kind, _STATE)
     if mixer.kind == "latent" and len(mixer.products) == len(_LATENT) - 1:
         named = (("q_proj",), *_LATENT[2:])
-    yield from zip(named, _as_many(mixer.products, len(named)), strict=True)
-
-
-def _as_many(products: Sequence[Product], count: int) -> list[int]:
-    """Sizes of the products, the middle ones together if there are more than ``count``."""
-    sizes = [product.params for product in products]
-    return [*sizes[: count - 1], sum(sizes[count - 1 :])] if sizes else [0] * count
+    count = len(named)
+    sizes = [product.params for product in mixer.products]
+    yield from zip(named, ([*sizes[: count - 1], sum(sizes[count - 1 :])] if sizes else [0] * count), strict=True)
 
 
 def _of_mlp(model: ModelGeometry, at: str | tuple[str, ...], width: int) -> Iterator[Module]:
@@ -203,7 +199,11 @@ def _schemes(path: Path, place: str, method: str, config: Mapping[str, Any]) -> 
     if method in _EXPERT_METHODS:
         return [_Scheme((), "w4a16_mxfp4")], left_out
     if method in _INTEGER_METHODS:
-        return [_Scheme((), _of_bits(path, place, method, config.get("bits", config.get("w_bit"))))], left_out
+        bits = config.get("bits", config.get("w_bit"))
+        dtype = {4: "int4", 8: "int8"}.get(bits) if isinstance(bits, int) else None
+        if dtype is None:
+            raise InputFileError(path, f"{place} {method!r} has bits {bits!r}; vLLM's kernels have 4 and 8")
+        return [_Scheme((), dtype)], left_out
     if method == "compressed-tensors":
         return _of_groups(path, place, config), left_out
     if method == "quark":
@@ -222,13 +222,6 @@ def _left_out(config: Mapping[str, Any]) -> tuple[str, ...]:
     lists: Iterable[object] = (config.get(key) for key in _LEFT_OUT)
     listed = next((names for names in lists if isinstance(names, list)), [])
     return tuple(str(name) for name in listed)
-
-
-def _of_bits(path: Path, place: str, method: str, bits: object) -> str:
-    dtype = {4: "int4", 8: "int8"}.get(bits) if isinstance(bits, int) else None
-    if dtype is None:
-        raise InputFileError(path, f"{place} {method!r} has bits {bits!r}; vLLM's kernels have 4 and 8")
-    return dtype
 
 
 def _of_modelopt(path: Path, place: str, config: Mapping[str, Any]) -> list[_Scheme]:

@@ -466,13 +466,19 @@ def measured_devices() -> tuple[str, ...]:
     return tuple(name for name in list_devices() if name in packaged or name in of_library)
 
 
-class TableBuilt(NamedTuple):
-    """A cost model with its provenance and its warnings. ``library``: its name if kernels come from it, else empty."""
+class Built(NamedTuple):
+    """A cost model with its source and its warnings. ``library``: that the kernels' times come from, if it is not the
+    packaged tables."""
 
-    cost: TableCost
+    cost: CostModel
     provenance: str
     warnings: tuple[RunWarning, ...]
-    library: str
+    library: str = ""
+
+    @property
+    def identity(self) -> tuple[tuple[str, str], ...]:
+        """The kernel library as a manifest's fact; empty for the packaged tables."""
+        return (("kernel_library", self.library),) if self.library else ()
 
 
 def table_cost(
@@ -483,7 +489,7 @@ def table_cost(
     shape: Parallel = SINGLE,
     overlap: bool = True,
     eager: bool = False,
-) -> TableBuilt | None:
+) -> Built | None:
     """Build the model of one unit; None if the device has no kernel tables."""
     mixing = _mixing(profile, model, shape, host)
     arrays = None if mixing is None else step_arrays(profile, model, shape, eager=eager, whole=mixing.whole)
@@ -504,7 +510,7 @@ def table_cost(
         f"eager mode: a step's kernels take at least {cost.launch_s * 1e3:.1f} ms to launch" if eager else "",
     )  # fmt: skip
     warnings = (*arrays.warnings, *mixing.warnings, *library.warnings(notes, profile.name))
-    return TableBuilt(
+    return Built(
         cost,
         "; ".join(text for text in parts if text),
         tuple(dict.fromkeys(warnings)),
@@ -555,16 +561,12 @@ def _mixing(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, host:
     return _Mixing(tuple(layers), frozenset(whole), tuple(dict.fromkeys(warnings)), tuple(notes))
 
 
-def _types(model: ModelGeometry) -> str:
-    """The types of the weights, those of the most bytes first."""
-    return " and ".join(dict.fromkeys((model.dtype_of_experts, *model.weight_dtypes)))
-
-
 def _provenance(profile: DeviceProfile, model: ModelGeometry, host: HostCosts) -> str:
     joint = has_joint_tables(profile.name)
     kinds = ("mixed", "layer") if profile.name == "rtx-4090" else ("gemm", "mixed" if joint else "decode")
     packaged = has_joint_tables(profile.name) or select("gemm", device=profile.name).num_rows
     tables = "; ".join(dict.fromkeys(table_source(kind) for kind in kinds)) if packaged else "of the library below"
     mixed = "mixed attention measured" if joint else f"mixed attention: {profile.mixed_note}"
-    types = "" if model.plain else f"; weights in {_types(model)}, KV cache in {model.kv_dtype}"
+    weights = " and ".join(dict.fromkeys((model.dtype_of_experts, *model.weight_dtypes)))  # those of most bytes first
+    types = "" if model.plain else f"; weights in {weights}, KV cache in {model.kv_dtype}"
     return f"kernel tables: {tables}; {mixed}{types}; host constants: {host.source}"

@@ -172,7 +172,7 @@ def describe(device: Device, context_tokens: int) -> DeviceFacts:
 
 
 def _drafts(device: Device) -> int:
-    drafts = None if device.request is None else device.request.drafts
+    drafts = None if device.request is None else device.request.speculative
     return 0 if drafts is None else drafts.tokens
 
 

@@ -5,16 +5,15 @@ The warnings say what of its step times and KV cache is estimated instead of mea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import ParamSpec
 
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices import library
 from ebbench.devices.base import (
-    SINGLE,
     CostModel,
     Device,
     DeviceRequest,
@@ -28,6 +27,7 @@ from ebbench.devices.costs import (
     GIVEN,
     LEAST_FIXED_S,
     SOURCE,
+    Built,
     LinearCost,
     RooflineCost,
     TableCost,
@@ -75,33 +75,7 @@ def caveats(
 
     ``model``: in the types that are served. ``host``: the constants in ``cost``.
     """
-    texts = (
-        *_of_model(request, model),
-        *_of_options(request, model, cost),
-        *_unused_numbers(request, profile, model, cost),
-    )
-    if isinstance(cost, TableCost | RooflineCost):
-        texts += unfitted_host(request, host)
-    if isinstance(cost, TableCost):
-        texts += (
-            *unmeasured_mixing(profile),
-            *doubtful_host(profile, cost),
-            *_slower_than_16_bits(request, profile, model, cost),
-            *_slower_than_half_the_gpus(request, profile, model, cost),
-        )
-    return texts
-
-
-def _of_model(request: DeviceRequest, model: ModelGeometry) -> tuple[RunWarning, ...]:
-    texts: tuple[RunWarning, ...] = (warning("model-note", model=model.name, note=model.note),) if model.note else ()
-    if has_other_shape(model):
-        texts += (warning("other-shape", given=request.model, model=model.name, params=model.params),)
-    return texts
-
-
-def _of_options(request: DeviceRequest, model: ModelGeometry, cost: CostModel) -> tuple[RunWarning, ...]:
-    eager = (warning("eager-unknown"),) if request.eager and not isinstance(cost, TableCost) else ()
-    return eager + (_other_kernels(request, model) if isinstance(cost, TableCost) else ())
+    return tuple(_caveats(request, profile, model, cost, host))
 
 
 _TABLES_SINCE = (0, 19)
@@ -110,28 +84,36 @@ _PARSES_TEMPLATES = ("0.11", "0.11.0", "0.11.1")
 """Versions whose API server parses the chat template anew for every request (reports/fidelity/notes/gpustack.md)."""
 
 
-def _other_kernels(request: DeviceRequest, model: ModelGeometry) -> tuple[RunWarning, ...]:
-    """What of an older vLLM ``--vllm-version`` does not set."""
+def _caveats(
+    request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: CostModel, host: HostCosts
+) -> Iterator[RunWarning]:
+    if model.note:
+        yield warning("model-note", model=model.name, note=model.note)
+    if has_other_shape(model):
+        yield warning("other-shape", given=request.model, model=model.name, params=model.params)
     version = parse_release(request.vllm_version or "")
-    if version is None or version >= _TABLES_SINCE:
-        return ()
-    of = {"mxfp4": "mxfp4" in model.dtype_of_experts, "parses_templates": request.vllm_version in _PARSES_TEMPLATES}
-    return (warning("older-vllm", vllm_version=request.vllm_version, **of),)
-
-
-def unfitted_host(request: DeviceRequest, host: HostCosts) -> tuple[RunWarning, ...]:
-    """A warning if the host's constants are a guess; else empty."""
-    if host.fitted:
-        return ()
-    return (warning(HOST_UNFITTED, device=request.name, step_s=host.step_s, sequence_s=host.sequence_s),)
+    if not isinstance(cost, TableCost):
+        if request.eager:
+            yield warning("eager-unknown")
+    elif version is not None and version < _TABLES_SINCE:  # what of an older vLLM --vllm-version does not set
+        of = {"mxfp4": "mxfp4" in model.dtype_of_experts, "parses_templates": request.vllm_version in _PARSES_TEMPLATES}
+        yield warning("older-vllm", vllm_version=request.vllm_version, **of)
+    if request.name.endswith(".toml"):
+        yield from _unused_numbers(request, profile, model, cost)
+    if isinstance(cost, TableCost | RooflineCost) and not host.fitted:
+        yield warning(HOST_UNFITTED, device=request.name, step_s=host.step_s, sequence_s=host.sequence_s)
+    if isinstance(cost, TableCost):
+        if not profile.mixed_fitted and not has_joint_tables(profile.name):
+            yield warning(MIXING_UNMEASURED, device=profile.name, taken=profile.mixed_note)
+        yield from _doubtful_host(profile, cost)
+        yield from _slower_than_16_bits(request, profile, model, cost)
+        yield from _slower_than_half_the_gpus(request, profile, model, cost)
 
 
 def _unused_numbers(
     request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: CostModel
-) -> tuple[RunWarning, ...]:
+) -> Iterator[RunWarning]:
     """Numbers in the user's device file that the step times do not depend on, with what they are taken from instead."""
-    if not request.name.endswith(".toml"):
-        return ()
     if isinstance(cost, TableCost):
         bundled = find_profile(profile.name)
         unused = [name for name in _RATES if abs(getattr(profile, name) / getattr(bundled, name) - 1.0) > SAME]
@@ -139,17 +121,15 @@ def _unused_numbers(
     elif isinstance(cost, LinearCost):
         unused = [*_RATES, *_stated(profile, ("gemm_factor", "host"))]
         why = "linear"
-    elif isinstance(cost, RooflineCost):
-        unused = _stated(profile, ("gemm_factor", "mixed_from"))
-        unused += [f"host.{name}.mixed_excess" for name, host in profile.host.items() if host.mixed_excess != 1.0]
-        why = "roofline"
     else:
         unused = _stated(profile, ("gemm_factor", "mixed_from"))
         why = "measured"
-    if not unused:
-        return ()
-    named = {"file": request.name, "device": profile.name, "published_for": list(profile.calibration_names)}
-    return (warning("unused-numbers", unused=unused, times=why, model=model.name, **named),)
+        if isinstance(cost, RooflineCost):
+            unused += [f"host.{name}.mixed_excess" for name, host in profile.host.items() if host.mixed_excess != 1.0]
+            why = "roofline"
+    if unused:
+        named = {"file": request.name, "device": profile.name, "published_for": list(profile.calibration_names)}
+        yield warning("unused-numbers", unused=unused, times=why, model=model.name, **named)
 
 
 def _stated(profile: DeviceProfile, names: Sequence[str]) -> list[str]:
@@ -158,55 +138,42 @@ def _stated(profile: DeviceProfile, names: Sequence[str]) -> list[str]:
     return [name for name in names if getattr(profile, name) and getattr(profile, name) != defaults[name].default]
 
 
-def unmeasured_mixing(profile: DeviceProfile) -> tuple[RunWarning, ...]:
-    """What stands for the attention of mixed batches, if it was neither measured nor fitted."""
-    if profile.mixed_fitted or has_joint_tables(profile.name):
-        return ()
-    return (warning(MIXING_UNMEASURED, device=profile.name, taken=profile.mixed_note),)
-
-
-def doubtful_host(profile: DeviceProfile, cost: TableCost) -> tuple[RunWarning, ...]:
+def _doubtful_host(profile: DeviceProfile, cost: TableCost) -> Iterator[RunWarning]:
     """Where the host takes longer than the GPU in steps of many short sequences, and its constant is in doubt."""
-    host = cost.host
-    host_s = host.step_s + host.sequence_s * _MANY_SHORT.decode_seqs
+    host, seqs = cost.host, _MANY_SHORT.decode_seqs
+    host_s = host.step_s + host.sequence_s * seqs
     gpu_s = replace(cost, host=HostCosts(0.0, 0.0), overlap=False).step_s(_MANY_SHORT)
-    if not host.doubt or host_s <= gpu_s:
-        return ()
-    seqs = _MANY_SHORT.decode_seqs
-    return (warning(HOST_DOUBTED, seqs=seqs, host_s=host_s, gpu_s=gpu_s, device=profile.name, doubt=host.doubt),)
+    if host.doubt and host_s > gpu_s:
+        yield warning(HOST_DOUBTED, seqs=seqs, host_s=host_s, gpu_s=gpu_s, device=profile.name, doubt=host.doubt)
 
 
 def _slower_than_16_bits(
     request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: TableCost
-) -> tuple[RunWarning, ...]:
+) -> Iterator[RunWarning]:
     """A warning if the tables' kernels with FP8 weights are slower than in 16 bits, as no server would run them."""
     if not model.weight_dtype.startswith("fp8"):
-        return ()
+        return
     plain = replace(model, weight_dtype="bfloat16", attention_dtype="", expert_dtype="")
-    slow = _slower_steps(request, profile, plain, cost, request.parallel)
-    if not slow:
-        return ()
-    named = {"quantization": request.quantization, "by_block": model.weight_dtype == "fp8_block"}
-    return (warning("fp8-slower", device=profile.name, times=slow, **named),)
+    if slow := _slower_steps(request, profile, plain, cost, request.parallel):
+        named = {"quantization": request.quantization, "by_block": model.weight_dtype == "fp8_block"}
+        yield warning("fp8-slower", device=profile.name, times=slow, **named)
 
 
 def _slower_than_half_the_gpus(
     request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: TableCost
-) -> tuple[RunWarning, ...]:
+) -> Iterator[RunWarning]:
     """A warning if the model also fits on half as many GPUs and a step is faster there, with fewer collectives."""
     whole = request.parallel
     if whole.tp < 2 or whole.dp > 1:
-        return ()
+        return
     half = replace(whole, tp=whole.tp // 2, ep=max(whole.ep // 2, 1))
     try:
         half.check(model)
         requested_capacity(profile, model, replace(request, parallel=half, kv_tokens=None))
     except UsageError:  # vLLM would not start there
-        return ()
-    slow = _slower_steps(request, profile, model, cost, half)
-    if not slow:
-        return ()
-    return (warning("fewer-gpus-faster", device=profile.name, gpus=whole.tp, fewer=half.tp, times=slow),)
+        return
+    if slow := _slower_steps(request, profile, model, cost, half):
+        yield warning("fewer-gpus-faster", device=profile.name, gpus=whole.tp, fewer=half.tp, times=slow)
 
 
 def _slower_steps(
@@ -215,73 +182,21 @@ def _slower_steps(
     """Steps that take longer with ``cost`` than with tables of ``model`` on GPUs of the shape ``on``, and how much."""
     smaller = table_cost(profile, model, cost.host, shape=on, overlap=request.async_scheduling, eager=request.eager)
     assert smaller is not None  # the device has tables
-    ratios = {what: cost.step_s(step) / smaller[0].step_s(step) for what, step in _STEPS.items()}
+    ratios = {what: cost.step_s(step) / smaller.cost.step_s(step) for what, step in _STEPS.items()}
     return {what: ratio for what, ratio in ratios.items() if ratio > SLOWER}
 
 
+P = ParamSpec("P")
 COSTS = ("auto", "table", "linear", "roofline")
 DEFAULT_HOST = HostCosts(step_s=2e-3, sequence_s=10e-6, fitted=False)
 
 
-class Built(NamedTuple):
-    """A cost model, its source and its warnings."""
-
-    cost: CostModel
-    provenance: str
-    warnings: tuple[RunWarning, ...]
-    library: str = ""  # that the kernels' times come from, if it is not the packaged tables
-
-    @property
-    def identity(self) -> tuple[tuple[str, str], ...]:
-        """The kernel library as a manifest's fact; empty for the packaged tables."""
-        return (("kernel_library", self.library),) if self.library else ()
-
-
-def load_device(
-    name: str,
-    model: str,
-    *,
-    cost: str = "auto",
-    gpu_memory_utilization: float | None = None,
-    max_num_seqs: int | None = None,
-    max_num_batched_tokens: int | None = None,
-    async_scheduling: bool = True,
-    eager: bool = False,
-    host: HostCosts | None = None,
-    parallel: Parallel = SINGLE,
-    quantization: str | None = None,
-    kv_cache_dtype: str = "auto",
-    kv_tokens: int | None = None,
-    vllm_version: str | None = None,
-    assume_kernels: bool = False,
-    speculative: Speculative | None = None,
-    prefix_caching: bool = True,
-) -> Device:
-    """A GPU serving a model, or one unit of several GPUs. ``cost``: auto (the best available), table, linear or
-    roofline.
-
-    ``async_scheduling``: vLLM's (default since 0.14); host work overlaps with the GPU's. ``eager``: a server without
-    CUDA graphs. ``host`` replaces the profile's constants. ``parallel``: how GPUs share the model. ``quantization`` and
-    ``kv_cache_dtype``: vLLM's (fp8). ``kv_tokens``: the KV cache that a server reports, in place of the estimate.
-    ``vllm_version``: the version by whose rules the KV cache is sized, None: the default one. ``speculative``: the
-    server drafts tokens. ``assume_kernels``: a roofline stands for kernels that were not measured, with a caveat.
-    ``prefix_caching``: a sequence keeps two states, without it one. The other settings only affect the cache's size,
-    too; None is the profile's value, of ``gpu_memory_utilization`` the version's.
+def load(request: DeviceRequest) -> Device:
+    """The device of a request, or one given by its constants (``costs.given_device``).
 
     Raises UnknownNameError for an unknown device, model, cost, link or type, UsageError if the model does not fit, the
     cost model does not exist for this pair, or kernels were not measured and are not to be assumed.
     """
-    return load(
-        DeviceRequest(
-            name, model, cost, gpu_memory_utilization, max_num_seqs, max_num_batched_tokens, async_scheduling, eager,
-            host, parallel, quantization, kv_cache_dtype, kv_tokens, vllm_version, speculative, assume_kernels,
-            prefix_caching,
-        )
-    )  # fmt: skip
-
-
-def load(request: DeviceRequest) -> Device:
-    """The device of a request, or one given by its constants (``linear.given_device``); see :func:`load_device`."""
     if request.cost not in COSTS:
         raise UnknownNameError("cost model", request.cost, COSTS)
     if (request.max_num_batched_tokens or 0) > MAX_TOKENS:
@@ -292,7 +207,7 @@ def load(request: DeviceRequest) -> Device:
     if request.name.startswith(GIVEN):
         return given_device(request.name, request.model)
     profile, named = find_profile(request.name), find_model(request.model)
-    drafts = request.drafts
+    drafts = request.speculative
     if drafts is not None:
         check_drafts(drafts, named)
     geometry = quantised(named, request.quantization, request.kv_cache_dtype)
@@ -340,6 +255,15 @@ def load(request: DeviceRequest) -> Device:
     )
 
 
+def _loaded_as(request: Callable[P, DeviceRequest]) -> Callable[P, Device]:
+    def load_device(*args: P.args, **settings: P.kwargs) -> Device:
+        """:func:`load` with the arguments of a DeviceRequest."""
+        return load(request(*args, **settings))
+
+    return load_device
+
+
+load_device = _loaded_as(DeviceRequest)
 _ROOFLINE = "roofline"
 _UNMEASURED = (_ROOFLINE, "experts-roofline", "layers-estimated")
 """Codes of the caveats that a roofline stands for kernels: off by a factor, where scaled ones are off by a fifth."""
@@ -480,11 +404,14 @@ def _build(
             profile, model, host, shape=request.parallel, overlap=request.async_scheduling, eager=request.eager
         )
         if tables is not None:
-            return Built(*tables)
+            return tables
         if wanted == "table":
             raise UsageError(f"no kernel tables for {profile.name}; use cost auto, which takes the next best model")
     if wanted in ("auto", "linear") and published is not None:
-        return _linear(profile, model, published)
+        warnings: tuple[RunWarning, ...] = (warning("linear-cost"),)
+        if published.mixed is None:
+            warnings += (warning("mixed-cost-unpublished", model=model.name, device=profile.name),)
+        return Built(LinearCost(published), f"linear coefficients: {SOURCE}", warnings)
     if wanted == "linear":
         raise UsageError(
             f"no linear calibration of {model.name} on {profile.name} is published; use cost auto or roofline"
@@ -502,13 +429,6 @@ def _calibration(built: Built, published: Calibration | None, margin: float) -> 
         source = f"{published.source}; beta_mb(r) {fitted.source}"
         return replace(published, mixed=fitted.mixed, source=source, grid=grid)
     return replace(published, grid=grid)
-
-
-def _linear(profile: DeviceProfile, model: ModelGeometry, calibration: Calibration) -> Built:
-    warnings: tuple[RunWarning, ...] = (warning("linear-cost"),)
-    if calibration.mixed is None:
-        warnings += (warning("mixed-cost-unpublished", model=model.name, device=profile.name),)
-    return Built(LinearCost(calibration), f"linear coefficients: {SOURCE}", warnings)
 
 
 def _roofline(profile: DeviceProfile, model: ModelGeometry, host: HostCosts, request: DeviceRequest) -> Built:

@@ -359,7 +359,11 @@ def device_identity(
     identity = []
     bundled = bundled_model(model)
     if bundled is None or _content(bundled) != _content(model):
-        identity.append(("model_shape", _shape(model)))
+        types = {*model.weight_dtypes, model.kv_dtype} - {"bfloat16"}
+        content = asdict(_content(model))
+        del content["mtp_layers"]  # only speculative decoding depends on it, which a run's settings name
+        shown = [f"{model.layers} layers of {model.hidden:,}", f"{model.params / 1e9:.2f}B parameters", *sorted(types)]
+        identity.append(("model_shape", f"{', '.join(shown)}; {_digest(content)}"))
     if own := _profile(profile, cost, host):
         identity.append(("device_profile", own))
     return tuple(identity)
@@ -389,14 +393,6 @@ def _comparable(model: ModelGeometry) -> ModelGeometry:
 def _content(model: ModelGeometry) -> ModelGeometry:
     """The model without its names and what no figure depends on."""
     return replace(model, name="", hf_id="", note="", positions=0, mtp_layers=0)
-
-
-def _shape(model: ModelGeometry) -> str:
-    types = {*model.weight_dtypes, model.kv_dtype} - {"bfloat16"}
-    content = asdict(_content(model))
-    del content["mtp_layers"]  # only speculative decoding depends on it, which a run's settings name
-    shown = [f"{model.layers} layers of {model.hidden:,}", f"{model.params / 1e9:.2f}B parameters", *sorted(types)]
-    return f"{', '.join(shown)}; {_digest(content)}"
 
 
 def _profile(profile: DeviceProfile, cost: str, host: HostCosts | None) -> str:

@@ -99,8 +99,13 @@ def make_dispatcher(
     """
     given = dict(spec.settings)
     if spec.kind == "sbs":
-        settings = _staggered(
-            given, StaggeredSettings(chunk_tokens, network_ns=network_ns, default_forward_ns=default_forward_ns)
+        for key, name in (("forward_ms", "default_forward_ns"), ("network_ms", "network_ns")):
+            if key in given:
+                given[name] = round(given.pop(key) * 1e6)
+        if "chunk" in given:
+            given["chunk_tokens"] = given.pop("chunk")
+        settings = replace(
+            StaggeredSettings(chunk_tokens, network_ns=network_ns, default_forward_ns=default_forward_ns), **given
         )
         if settings.cache_aware:
             fleet.memory = PrefixMemory(len(fleet.units))
@@ -115,15 +120,6 @@ def make_dispatcher(
     if spec.kind == "power-of-two":
         return ImmediateDispatcher(fleet, PowerOfTwo(np.random.default_rng(seed)))
     return ImmediateDispatcher(fleet, RoundRobin() if spec.kind == "round-robin" else LeastOutstanding())
-
-
-def _staggered(given: dict[str, Any], base: StaggeredSettings) -> StaggeredSettings:
-    for key, name in (("forward_ms", "default_forward_ns"), ("network_ms", "network_ns")):
-        if key in given:
-            given[name] = round(given.pop(key) * 1e6)
-    if "chunk" in given:
-        given["chunk_tokens"] = given.pop("chunk")
-    return replace(base, **given)
 
 
 def _setting_text(value: Any) -> str:

@@ -13,7 +13,7 @@ from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import VLLM
 from ebbench.papers.published import GPUS, MAIN_MODEL, gpu_title
 from ebbench.papers.staggered import deployed
-from ebbench.papers.table import PaperTable, Published, Sections, figure, ours
+from ebbench.papers.table import PaperTable, Published, Sections, each, figure, ours
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
 
@@ -64,6 +64,10 @@ def _cell(options: PaperOptions, device: str, workload: str, load: float | None,
 
 def _rows(options: PaperOptions) -> list[_Row]:
     return list(product(options.devices or GPUS, options.workloads or _WORKLOADS, (*LOADS, None)))
+
+
+def _pairs(options: PaperOptions) -> Iterable[tuple[str, str]]:
+    return dict.fromkeys((device, workload) for device, workload, _ in _rows(options))
 
 
 def _cells(options: PaperOptions) -> list[RunSpec]:
@@ -132,12 +136,7 @@ def _findings(options: PaperOptions, store: RunStore, _sections: Sections) -> It
     )
 
 
-def _sections(options: PaperOptions, store: RunStore) -> Sections:
-    pairs = dict.fromkeys((device, workload) for device, workload, _ in _rows(options))
-    return tuple(_section(options, store, device, workload) for device, workload in pairs)
-
-
 COMPOSITION = PaperTable(
-    "cluster-policies", _cells, ("device", "model", "workload", "num_prompts"), _sections, findings=_findings,
-    whole=False, workloads=tuple(_WORKLOADS), published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
+    "cluster-policies", _cells, ("device", "model", "workload", "num_prompts"), each(_section, _pairs),
+    findings=_findings, whole=False, workloads=tuple(_WORKLOADS), published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
 )  # fmt: skip

@@ -99,26 +99,33 @@ def steady_rate(measured: Measured) -> float:
     return float(steady["request_throughput"] if steady else measured.figures["request_throughput"])
 
 
-def normalised_s(measured: Measured) -> tuple[float, float]:
-    """Mean and 95th percentile of completion time per output token in s/token, without queueing."""
+def _completions(measured: Measured) -> tuple[np.ndarray, np.ndarray]:
+    """Time of each answered request from its place in the batch to its last token, in ns, and its output tokens."""
     table = measured.run.table("requests", ["status", "scheduled_ns", "last_token_ns", "output_tokens"])
     done = table.filter(pc.equal(table["status"], "ok"))
-    spent = done["last_token_ns"].to_numpy() - done["scheduled_ns"].to_numpy()
-    per_token = spent / 1e9 / done["output_tokens"].to_numpy()
+    spent_ns = done["last_token_ns"].to_numpy() - done["scheduled_ns"].to_numpy()
+    return spent_ns, done["output_tokens"].to_numpy()
+
+
+def normalised_s(measured: Measured) -> tuple[float, float]:
+    """Mean and 95th percentile of completion time per output token in s/token, without queueing."""
+    spent_ns, tokens = _completions(measured)
+    per_token = spent_ns / 1e9 / tokens
     return float(per_token.mean()), float(np.percentile(per_token, 95))
+
+
+def completion_s(measured: Measured) -> float:
+    """Mean time from a request's place in the batch to its last token, in s: without the wait for the place."""
+    return float(_completions(measured)[0].mean() / 1e9)
 
 
 def _table1_rows(
     options: PaperOptions, store: RunStore, row: Mapping[str, str], distribution: str
 ) -> list[tuple[Value, ...]]:
-    limit, cost = int(row["batch_limit"]), implied_constants(row)
-    by_k = {k: store.get(deferred_cell(options, row, distribution, k)) for k in k_values(limit)}
-    known = {k: measured for k, measured in by_k.items() if measured is not None}
+    known, chain = _runs(options, store, row, distribution), exact_chain(_model(row))
     rates = {k: steady_rate(measured) for k, measured in known.items()}
-    whole = len(known) == len(by_k)
+    whole = len(known) == len(k_values(int(row["batch_limit"])))
     best = max(rates, key=rates.__getitem__) if whole else None
-    model = DeferredModel(limit, 1 / MEAN_OUTPUT, cost.c_p, cost.c_d, cost.t_d, cost.prompt_s)
-    chain = exact_chain(model)
     at_best = normalised_s(known[best]) if best is not None else (None, None)
     at_one = normalised_s(known[1]) if whole else (None, None)
     numeric = float(row["throughput_numeric_rps"])
@@ -304,13 +311,6 @@ def _at(chain: DeferredChain, k: int) -> float:
 
 def _rate(measured: Measured | None) -> float | None:
     return None if measured is None else steady_rate(measured)
-
-
-def completion_s(measured: Measured) -> float:
-    """Mean time from a request's place in the batch to its last token, in s: without the wait for the place."""
-    table = measured.run.table("requests", ["status", "scheduled_ns", "last_token_ns"])
-    done = table.filter(pc.equal(table["status"], "ok"))
-    return float((done["last_token_ns"].to_numpy() - done["scheduled_ns"].to_numpy()).mean() / 1e9)
 
 
 def _runs(options: PaperOptions, store: RunStore, row: Row, distribution: str) -> dict[int, Measured]:

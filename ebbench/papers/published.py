@@ -24,6 +24,14 @@ SYNTHETIC: Mapping[str, str] = {
 }  # fmt: skip
 
 
+METRICS: Mapping[str, tuple[str, str, float]] = {
+    "rps": ("requests/s", "request_throughput", 1.0), "total_tokens_per_s": ("tokens/s", "total_token_throughput", 1.0),
+    "ttft_s": ("TTFT s", "mean_ttft_ms", 1e-3), "ttft_ms": ("TTFT ms", "mean_ttft_ms", 1.0),
+    "tpot_ms": ("TPOT ms", "mean_tpot_ms", 1.0),
+}  # fmt: skip
+"""Figures by their names in the reference tables: title, our key, factor for ours."""
+
+
 @cache
 def rows(name: str, folder: str = "paper_tables") -> tuple[Mapping[str, str], ...]:
     """Rows of a reference CSV by its file stem."""
@@ -51,27 +59,26 @@ def pick(name: str, column: str, folder: str = "paper_tables", **where: str) -> 
     return None
 
 
-def best_config(device: str, policy: str, workload: str, model: str) -> tuple[int, int]:
-    """Published best (token budget B, batch size N) of tables 14-16, completed where the papers have none.
+def best_sizes(device: str, policy: str, workload: str, model: str) -> tuple[int, int]:
+    """Published best (batch size N, token budget B) of tables 14-16, completed where the papers have none.
 
     ``policy``: v0, v1 or eb; other policies use eb's. A GPU, model or workload without published values uses the
     nearest published cell: RTX PRO 6000, Qwen3-8B, ShareGPT.
     """
-    scheduler = policy if policy in ("v0", "v1") else "eb"
     gpu = GPUS.get(device, GPUS["rtx-pro-6000"])
     if workload in SYNTHETIC:
-        return _synthetic_config(gpu, "v1" if scheduler == "v1" else "eb", SYNTHETIC[workload])
-    title = WORKLOADS.get(workload, WORKLOADS["sharegpt"])
-    where = {"gpu": gpu, "scheduler": scheduler, "workload": title, "model": MODELS.get(model, MODELS["qwen3-8b"])}
-    tokens, seqs = (
+        prefix = "h200" if gpu == GPUS["h200"] else "rtxpro6000"
+        where = {"workload": SYNTHETIC[workload], "scheduler": "v1" if policy == "v1" else "eb"}
+        seqs, tokens = (
+            pick("table16_synthetic_best_config", f"{prefix}_{what}", **where) for what in ("seqs", "tokens")
+        )
+        return int(seqs or 512), int(tokens or 14336)
+    where = {
+        "gpu": gpu, "scheduler": policy if policy in ("v0", "v1") else "eb",
+        "workload": WORKLOADS.get(workload, WORKLOADS["sharegpt"]), "model": MODELS.get(model, MODELS["qwen3-8b"]),
+    }  # fmt: skip
+    seqs, tokens = (
         pick("table14_15_best_config_and_sensitivity", "value", metric=metric, **where)
-        for metric in ("max_num_batched_tokens", "max_num_seqs")
+        for metric in ("max_num_seqs", "max_num_batched_tokens")
     )
-    return int(tokens or 14336), int(seqs or 1024)
-
-
-def _synthetic_config(gpu: str, scheduler: str, workload: str) -> tuple[int, int]:
-    prefix = "h200" if gpu == GPUS["h200"] else "rtxpro6000"
-    where = {"workload": workload, "scheduler": scheduler}
-    tokens, seqs = (pick("table16_synthetic_best_config", f"{prefix}_{what}", **where) for what in ("tokens", "seqs"))
-    return int(tokens or 14336), int(seqs or 512)
+    return int(seqs or 1024), int(tokens or 14336)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import numpy as np
 from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels, relative
 from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
 from ebbench.papers.options import PaperOptions
-from ebbench.papers.table import PaperTable, Sections, changes, figure, of_all, ours
+from ebbench.papers.table import PaperTable, Sections, changes, each, figure, of_all, ours
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
 
@@ -111,9 +111,10 @@ def prefill_cell(options: PaperOptions, setup: Setup, dispatch: str, share: floa
     )  # fmt: skip
 
 
-def prefill_cells(options: PaperOptions, setup: Setup) -> list[RunSpec]:
+def _cells_of_all_loads(*setups: Setup) -> Callable[[PaperOptions], list[RunSpec]]:
     """All loads under all policies."""
-    return [prefill_cell(options, setup, dispatch, share) for dispatch in DISPATCH for share in SHARES]
+    runs = list(product(setups, DISPATCH, SHARES))
+    return lambda options: [prefill_cell(options, *run) for run in runs]
 
 
 class FiguresOverLoad:
@@ -191,10 +192,6 @@ LOADS = (0.1, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _FIGURE6 = (SHORT_3K, LONG_16K)
 
 
-def _figure6_cells(options: PaperOptions) -> list[RunSpec]:
-    return [cell for setup in _FIGURE6 for cell in prefill_cells(options, setup)]
-
-
 def _base_peak(curves: dict[str, FiguresOverLoad], setup: Setup) -> float | None:
     """Peak of immediate dispatch: that of the better of its two policies."""
     return of_all(max, (curves[name].peak(setup.ttft_limit_s) for name in IMMEDIATE))
@@ -223,19 +220,14 @@ def _figure6_section(options: PaperOptions, store: RunStore, setup: Setup) -> Se
     return Section(f"{setup.title}; peak: mean TTFT of {setup.ttft_limit_s:.2f} s", columns, tuple(rows))
 
 
-def _figure6_document(options: PaperOptions, store: RunStore) -> Sections:
-    sections = tuple(_figure6_section(options, store, setup) for setup in _FIGURE6)
-    return sections
-
-
 def _figure6_findings(_options: PaperOptions, _store: RunStore, sections: Sections) -> Iterator[str]:
     """One sentence for each staggered policy: where it is above and below the better immediate one."""
-    for section in sections:
+    for setup, section in zip(_FIGURE6, sections, strict=True):
         first = next(i for i, column in enumerate(section.columns) if column.group == "vs better immediate")
         for index, title in enumerate(TITLES.values()):
             changes = [(str(row[0]), value) for row in section.rows if isinstance(value := row[first + index], float)]
             if len(changes) == len(section.rows):
-                yield f"{section.title.partition(';')[0]}, {title}: {_against_immediate(changes)}"
+                yield f"{setup.title}, {title}: {_against_immediate(changes)}"
 
 
 def _against_immediate(changes: list[tuple[str, float]]) -> str:
@@ -255,10 +247,6 @@ _TABLE1 = (
 _ROWS1 = (
     ("off", IMMEDIATE[0]), ("off", IMMEDIATE[1]), ("on", AS_PUBLISHED), ("on", WITH_LOOKAHEAD), ("on", "sbs"),
 )  # fmt: skip
-
-
-def _table1_cells(options: PaperOptions) -> list[RunSpec]:
-    return [cell for setup, _ in _TABLE1 for cell in prefill_cells(options, setup)]
 
 
 def _table1_section(
@@ -285,18 +273,16 @@ def _table1_section(
     return Section(f"{setup.title}, mean TTFT {setup.ttft_limit_s:g} s", columns, tuple(rows))
 
 
-def _table1_document(options: PaperOptions, store: RunStore) -> Sections:
-    return tuple(_table1_section(options, store, setup, published) for setup, published in _TABLE1)
-
-
 _READS = ("num_prompts",)
 WAITING = PaperTable("sbs-waiting", _waiting_cells, _READS, _waiting_document, whole=False, facts=globals())
 SBS_FIGURE6 = PaperTable(
-    "sbs-figure6", _figure6_cells, _READS, _figure6_document, findings=_figure6_findings, whole=False, facts=globals()
-)
+    "sbs-figure6", _cells_of_all_loads(*_FIGURE6), _READS, each(_figure6_section, lambda _options: product(_FIGURE6)),
+    findings=_figure6_findings, whole=False, facts=globals(),
+)  # fmt: skip
 SBS_TABLE1 = PaperTable(
-    "sbs-table1", _table1_cells, _READS, _table1_document, whole=False, aliases=("table1", "1"), facts=globals()
-)
+    "sbs-table1", _cells_of_all_loads(*(setup for setup, _ in _TABLE1)), _READS,
+    each(_table1_section, lambda _options: _TABLE1), whole=False, aliases=("table1", "1"), facts=globals(),
+)  # fmt: skip
 
 
 # Effect of each part of staggered dispatch, near 80 % of the peak of figure 6. No figures are published.
@@ -311,12 +297,8 @@ _PARTS = (
 _ABLATION_FIGURES = (("mean_ttft_ms", "mean"), ("median_ttft_ms", "median"), ("p99_ttft_ms", "p99"))
 
 
-def _ablation_cell(options: PaperOptions, setup: Setup, dispatch: str) -> RunSpec:
-    return prefill_cell(options, setup, dispatch, SHARE)
-
-
 def _ablation_cells(options: PaperOptions) -> list[RunSpec]:
-    return [_ablation_cell(options, setup, dispatch) for setup in _SETUPS for dispatch in (*IMMEDIATE, *_PARTS)]
+    return [prefill_cell(options, setup, dispatch, SHARE) for setup in _SETUPS for dispatch in (*IMMEDIATE, *_PARTS)]
 
 
 def _ablation_section(options: PaperOptions, store: RunStore, setup: Setup) -> Section:
@@ -326,10 +308,10 @@ def _ablation_section(options: PaperOptions, store: RunStore, setup: Setup) -> S
         Column("mean TTFT", "change", "vs better immediate", True),
         Column("chunk utilisation, %", ours=True),
     )
-    base = of_all(min, (figure(store, _ablation_cell(options, setup, name), "mean_ttft_ms") for name in IMMEDIATE))
+    base = of_all(min, (figure(store, prefill_cell(options, setup, name, SHARE), "mean_ttft_ms") for name in IMMEDIATE))
     rows = []
     for dispatch in (*IMMEDIATE, *_PARTS):
-        cell = _ablation_cell(options, setup, dispatch)
+        cell = prefill_cell(options, setup, dispatch, SHARE)
         row: list[Value] = [dispatch, *(figure(store, cell, key, 1e-3) for key, _ in _ABLATION_FIGURES)]
         row += [relative(figure(store, cell, "mean_ttft_ms"), base)]
         row += [figure(store, cell, "front_chunk_utilisation", 100)]
@@ -337,13 +319,10 @@ def _ablation_section(options: PaperOptions, store: RunStore, setup: Setup) -> S
     return Section(setup.title, columns, tuple(rows))
 
 
-def _ablation_document(options: PaperOptions, store: RunStore) -> Sections:
-    return tuple(_ablation_section(options, store, setup) for setup in _SETUPS)
-
-
 ABLATION = PaperTable(
-    "sbs-ablation", _ablation_cells, ("num_prompts",), _ablation_document, whole=False, facts=globals()
-)
+    "sbs-ablation", _ablation_cells, ("num_prompts",), each(_ablation_section, lambda _options: product(_SETUPS)),
+    whole=False, facts=globals(),
+)  # fmt: skip
 
 
 # Staggered against immediate dispatch for prefill pools of other sizes, down to one unit. No figures are published.
@@ -353,29 +332,23 @@ POOL_LOADS = (0.05, 0.1, 0.15, 0.2, 0.4, 0.6, 0.8, 0.95)
 POOL_REQUESTS = 6000
 
 
-class _PrefillPool(NamedTuple):
-    title: str
-    topology: str
-
-
-_POOLS = tuple(
-    _PrefillPool(
-        f"{instances} x {units} unit{'s' if units > 1 else ''}", f"instances={instances},tp=4,dp={units},ep={4 * units}"
-    )
+_POOLS = {
+    f"{instances} x {units} unit{'s' if units > 1 else ''}": f"instances={instances},tp=4,dp={units},ep={4 * units}"
     for instances in (1, 2, 6)
     for units in (1, 8)
-)
+}
+"""Topologies by title."""
 
 
-def _pool_cell(options: PaperOptions, setup: Setup, pool: _PrefillPool, dispatch: str, load: float) -> RunSpec:
+def _pool_cell(options: PaperOptions, setup: Setup, topology: str, dispatch: str, load: float) -> RunSpec:
     smaller = options if options.num_prompts else replace(options, num_prompts=POOL_REQUESTS)
-    return prefill_cell(smaller, setup, dispatch, load, pool.topology)
+    return prefill_cell(smaller, setup, dispatch, load, topology)
 
 
 def _pool_cells(options: PaperOptions) -> list[RunSpec]:
     return [
-        _pool_cell(options, setup, pool, dispatch, load)
-        for setup in _SETUPS for pool in _POOLS for load in POOL_LOADS for dispatch in (*IMMEDIATE, "sbs")
+        _pool_cell(options, setup, topology, dispatch, load)
+        for setup in _SETUPS for topology in _POOLS.values() for load in POOL_LOADS for dispatch in (*IMMEDIATE, "sbs")
     ]  # fmt: skip
 
 
@@ -386,10 +359,10 @@ def _pool_section(options: PaperOptions, store: RunStore, setup: Setup) -> Secti
         *ours("better immediate", "sbs", group="TTFT p99, s"), Column("diff", "change", "TTFT p99, s", True),
     )  # fmt: skip
     rows = []
-    for pool, load in product(_POOLS, POOL_LOADS):
-        title = pool.title if load == POOL_LOADS[0] else ""
-        row: list[Value] = [title, f"{100 * load:.0f} %", load * capacity_rps(setup, pool.topology)]
-        *immediate, staggered = (_pool_cell(options, setup, pool, name, load) for name in (*IMMEDIATE, "sbs"))
+    for (pool, topology), load in product(_POOLS.items(), POOL_LOADS):
+        title = pool if load == POOL_LOADS[0] else ""
+        row: list[Value] = [title, f"{100 * load:.0f} %", load * capacity_rps(setup, topology)]
+        *immediate, staggered = (_pool_cell(options, setup, topology, name, load) for name in (*IMMEDIATE, "sbs"))
         for key in ("mean_ttft_ms", "p99_ttft_ms"):
             base = of_all(min, (figure(store, cell, key, 1e-3) for cell in immediate))
             sbs = figure(store, staggered, key, 1e-3)
@@ -400,23 +373,18 @@ def _pool_section(options: PaperOptions, store: RunStore, setup: Setup) -> Secti
 
 def _pool_findings(_options: PaperOptions, _store: RunStore, sections: Sections) -> Iterator[str]:
     for section in sections:
-        changes = [(row[5], f"{_pool_title(section, i)}, {row[1]}") for i, row in enumerate(section.rows)]
+        pools = zip(product(_POOLS, POOL_LOADS), section.rows, strict=True)
+        changes = [(row[5], f"{pool}, {row[1]}") for (pool, _), row in pools]
         known = [(float(change), where) for change, where in changes if isinstance(change, (int, float))]
         if len(known) == len(changes):
             span = " to ".join(f"{100 * change:+.1f} % ({where})" for change, where in (min(known), max(known)))
             yield f"{section.title}: mean TTFT {span}."
 
 
-def _pool_title(section: Section, index: int) -> str:
-    return next(str(row[0]) for row in reversed(section.rows[: index + 1]) if row[0])
-
-
-def _pool_document(options: PaperOptions, store: RunStore) -> Sections:
-    sections = tuple(_pool_section(options, store, setup) for setup in _SETUPS)
-    return sections
-
-
-POOLS = PaperTable("sbs-pools", _pool_cells, ("num_prompts",), _pool_document, findings=_pool_findings, whole=False)
+POOLS = PaperTable(
+    "sbs-pools", _pool_cells, ("num_prompts",), each(_pool_section, lambda _options: product(_SETUPS)),
+    findings=_pool_findings, whole=False,
+)  # fmt: skip
 
 
 # Decode units of Tian et al. (2025): the spread of KV over them, and the gain from balancing it (figures 7 and 8).
@@ -483,8 +451,7 @@ def _section(options: PaperOptions, store: RunStore, lengths: str) -> Section:
     return Section(f"{lengths} lengths", columns, tuple(rows))
 
 
-def _document(options: PaperOptions, store: RunStore) -> Sections:
-    return tuple(_section(options, store, lengths) for lengths in _WORKLOADS)
-
-
-SBS_FIGURE7 = PaperTable("sbs-figure7", _cells, ("num_prompts",), _document, whole=False, aliases=("sbs-figure8",))
+SBS_FIGURE7 = PaperTable(
+    "sbs-figure7", _cells, ("num_prompts",), each(_section, lambda _options: product(_WORKLOADS)), whole=False,
+    aliases=("sbs-figure8",),
+)  # fmt: skip

@@ -156,6 +156,13 @@ class Experiment:
 Sections = Sequence[Section]
 
 
+def each(
+    section: Callable[..., Section], keys: Callable[[PaperOptions], Iterable[tuple[Any, ...]]]
+) -> Callable[[PaperOptions, RunStore], Sections]:
+    """A table's sections: ``section(options, store, *key)`` for each of ``keys``."""
+    return lambda options, store: [section(options, store, *key) for key in keys(options)]
+
+
 @dataclass(frozen=True)
 class PaperTable(Experiment):
     """One published table. ``sections`` lays out the results of its cells next to the published values; ``findings``:
@@ -244,6 +251,11 @@ def mean_figure(store: RunStore, cells: Sequence[RunSpec], key: str, scale: floa
     """Mean over cells that differ in their seed; None unless all have been run."""
     mean = of_all(fmean, (figure(store, cell, key) for cell in cells))
     return None if mean is None else mean * scale
+
+
+def change(value: Value, base: Value) -> float | None:
+    """Relative change of a figure from another; None where one of them is none."""
+    return relative(value, base) if isinstance(value, float) and isinstance(base, float) else None
 
 
 def ours(*names: str, group: str = "") -> tuple[Column, ...]:

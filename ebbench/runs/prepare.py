@@ -158,7 +158,7 @@ def device_of(spec: RunSpec, policies: Sequence[PolicySpec] = ()) -> Device:
         kv_cache_dtype=options.kv_cache_dtype,
         kv_tokens=None if options.num_kv_blocks is None else options.num_kv_blocks * options.block_size,
         vllm_version=options.vllm_version,
-        drafts=options.drafts,
+        speculative=options.drafts,
         assume_kernels=options.assume_kernels,
         prefix_caching=options.enable_prefix_caching,
     )

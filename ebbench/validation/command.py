@@ -247,7 +247,8 @@ def _run_validation(
     machine = describe_machine(question)
     document = as_document(question, outcomes, judged, machine, load_average)
     content = as_dict(question, outcomes, judged, machine)
-    _store(folder, content, f"{as_markdown(document)}\n**{judged.verdict.sentence}.**\n")
+    files.write_bytes(json.dumps(content, indent=1, allow_nan=False).encode() + b"\n", folder / RESULT)
+    files.write_bytes(f"{as_markdown(document)}\n**{judged.verdict.sentence}.**\n".encode(), folder / TABLES)
     if as_json:
         sys.stdout.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
     else:
@@ -303,11 +304,6 @@ def _check_same(question: ValidationQuestion, path: Path) -> None:
         raise UsageError(f"{path.parent} holds a validation with other options; give another --output")
     if question.rounds < rounds:
         raise UsageError(f"{path.parent} holds a validation of {rounds} rounds; --rounds {question.rounds} is fewer")
-
-
-def _store(folder: Path, content: dict[str, Any], tables: str) -> None:
-    files.write_bytes(json.dumps(content, indent=1, allow_nan=False).encode() + b"\n", folder / RESULT)
-    files.write_bytes(tables.encode(), folder / TABLES)
 
 
 def _show(console: Console, document: Document, judged: Judgement, folder: Path) -> None:

@@ -78,12 +78,28 @@ class CostGrid:
 
     def decode_s(self, seqs: float, context_tokens: float) -> float:
         """See StepCosts."""
-        return _plane(self.decode, _locate(self.seqs, seqs), _locate(self.contexts, context_tokens))
+        return self.decode_at(context_tokens)(seqs)
 
     def decode_at(self, context_tokens: float) -> Callable[[float], float]:
         """See StepCosts."""
-        column = _locate(self.contexts, context_tokens)
-        return lambda seqs: _plane(self.decode, _locate(self.seqs, seqs), column)
+        axis, table, last = self.seqs, self.decode, len(self.seqs) - 2
+        left, v = _locate(self.contexts, context_tokens)
+        right = left + 1
+
+        def decode_s(seqs: float) -> float:
+            # A scheduler asks several times per step: no further function is called.
+            i = bisect_right(axis, seqs) - 1
+            if i < 0:
+                i = 0
+            elif i > last:
+                i = last
+            first, second, start = table[i], table[i + 1], axis[i]
+            low, high = first[left], second[left]
+            low, high = low + (first[right] - low) * v, high + (second[right] - high) * v
+            u = (seqs - start) / (axis[i + 1] - start)
+            return low + (high - low) * u if u > 0.0 else low
+
+        return decode_s
 
     def mixed_s(self, tokens: float, seqs: float, context_tokens: float) -> float:
         """See StepCosts."""

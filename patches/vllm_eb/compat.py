@@ -13,10 +13,11 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate, compress
+from itertools import accumulate, compress, filterfalse
+from operator import not_
 from typing import Any
 
 from vllm_eb.config import ConfigError
@@ -200,21 +201,24 @@ def drafting_method(vllm_config: Any) -> str | None:
 def verified_drafts(scheduler: Any, step: Any, output: Any) -> tuple[list[int], list[int]]:
     """By position, how many drafts of a step were as long, and how many were accepted that far.
 
-    Those of requests that are gone do not count. Python code per request would cost as much as all else that the plugin
-    does in a step.
+    Those of requests that are gone, or that got no token, do not count. Without a draft a request gets one token at
+    most, so the numbers of tokens of all requests tell what was accepted. Python code per request would cost as much as
+    all else that the plugin does in a step.
     """
-    drafts, requests, most = step.scheduled_spec_decode_tokens, scheduler.requests, scheduler.num_spec_tokens
-    if not drafts.keys() <= requests.keys():
-        drafts = {name: tokens for name, tokens in drafts.items() if name in requests}
-    places = map(output.req_id_to_index.__getitem__, drafts)
-    made = list(map(len, map(output.sampled_token_ids.__getitem__, places)))
-    lengths = Counter(compress(map(len, drafts.values()), made))
-    return _at_least(lengths, range(1, most + 1)), _at_least(Counter(made), range(2, most + 2))
+    drafts, sampled, most = step.scheduled_spec_decode_tokens, output.sampled_token_ids, scheduler.num_spec_tokens
+    lengths, made = list(map(len, drafts.values())), list(map(len, sampled))
+    gone = list(filterfalse(scheduler.requests.__contains__, drafts))
+    if 0 in made:  # half-computed prompts, too
+        gone += (drafts.keys() & compress(output.req_ids, map(not_, made))) - set(gone)
+    for name in gone:
+        lengths.remove(len(drafts[name]))
+        made.remove(len(sampled[output.req_id_to_index[name]]))
+    return _at_least(lengths, 1, most), _at_least(made, 2, most + 1)
 
 
-def _at_least(counts: Counter[int], sizes: range) -> list[int]:
-    """How many are of each of the sizes or more."""
-    return list(accumulate(counts[size] for size in reversed(sizes)))[::-1]
+def _at_least(sizes: list[int], first: int, last: int) -> list[int]:
+    """How many are as large as ``first`` or larger, and so on up to ``last``."""
+    return list(accumulate(map(sizes.count, range(last, first - 1, -1))))[::-1]
 
 
 def refuse_fixed_drafts(scheduler: Any) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
@@ -130,8 +131,8 @@ class Lengths:
 
     def on_verified(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Record, by position, how many drafts of a step were as long, and how many were accepted that far."""
-        self._drafted = [known + more for known, more in zip(self._drafted, drafted, strict=True)]
-        self._accepted = [known + more for known, more in zip(self._accepted, accepted, strict=True)]
+        self._drafted = list(map(add, self._drafted, drafted))
+        self._accepted = list(map(add, self._accepted, accepted))
 
     @property
     def update_due(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from vllm_eb.calibration import Calibration
@@ -77,7 +78,7 @@ class Drafts:
         """Tokens per sequence that a decode step computes: ``1 + d``."""
         return 1 + len(self.acceptance)
 
-    @property
+    @cached_property
     def tokens_per_step(self) -> float:
         """a, the mean number of tokens that a sequence gets in a decode step."""
         return 1.0 + math.fsum(self.acceptance)

@@ -14,7 +14,7 @@ from ebbench.cli.main import app
 from ebbench.config.topology import parse_topology
 from ebbench.devices.costs import published_calibration
 from ebbench.devices.profiles import find_model, find_profile, list_devices, list_models
-from ebbench.papers.fidelity.case import FIT_ROWS, Case, best_settings, reference_rows
+from ebbench.papers.fidelity.case import DEVICES, FIT_ROWS, Case, reference_rows
 from ebbench.papers.fidelity.cases import WITHOUT, all_cases, real_workloads, table3
 from ebbench.papers.fidelity.cases_repetition import GROUP
 from ebbench.papers.fidelity.cases_servers import table17
@@ -29,6 +29,7 @@ from ebbench.papers.fidelity.runs import (
     run_cases,
 )
 from ebbench.papers.fidelity.scores import REPLAY_TARGETS, PublishedFigure, comparisons, replay_scores, scores
+from ebbench.papers.published import MODELS, best_sizes
 from ebbench.runs.execute import Task, make
 from ebbench.runs.prepare import plan_of
 from ebbench.spec.run import RunSpec
@@ -229,11 +230,13 @@ def test_gemma_answers_to_numinamath_were_shorter_than_the_scripts_say() -> None
         (r["gpu"], r["model"], r["workload"], r["method"]): float(r["tpot_ms"]) / 1e3
         for r in reference_rows("eb_vllm/figure5_latency.csv")
     }
-    best = best_settings()
 
     def longest(gpu: str, model: str, rate: float, scheduler: str, method: str) -> float:
         key = gpu, model, "NuminaMath"
-        return 1.12 * best[*key, scheduler][0] / (rate * latency[*key, method])
+        sizes = best_sizes(
+            DEVICES[gpu], scheduler, "numinamath", {title: name for name, title in MODELS.items()}[model]
+        )
+        return 1.12 * sizes[0] / (rate * latency[*key, method])
 
     rows = {
         row["gpu"]: row

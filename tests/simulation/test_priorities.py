@@ -93,5 +93,5 @@ def test_warmup_requests_have_the_middle_priority() -> None:
 
 
 def test_an_unknown_scheduling_policy_is_refused() -> None:
-    with pytest.raises(UsageError, match="--scheduling-policy must be fcfs, priority, not 'lifo'"):
+    with pytest.raises(UsageError, match="unknown --scheduling-policy 'lifo'; known: fcfs, priority"):
         EngineOptions(scheduling_policy="lifo")  # type: ignore[arg-type]

@@ -150,8 +150,8 @@ def test_winners_are_explained_by_what_was_measured(tmp_path: Path) -> None:
         return Measured(figures, (), tmp_path)
 
     said = explained({
-        "v1, DP=4": made(900, tpot_ms=31.0), "2P+2D": made(1000, busy=0.97), "1P+3D": made(600, ttft_s=7.0),
-        "3P+1D": made(500, dead="full"), "EB+, DP=4": made(800, tpot_ms=19.0),
+        "v1_dp4": made(900, tpot_ms=31.0), "2p2d": made(1000, busy=0.97), "1p3d": made(600, ttft_s=7.0),
+        "3p1d": made(500, dead="full"), "ebplus_dp4": made(800, tpot_ms=19.0),
     })  # fmt: skip
     assert said.startswith("2P+2D with 1,000 tokens/s: prefill GPUs busy 97 %")
     assert "v1, DP=4 -10.0 % (prompts among the decodes: TPOT 31.0 ms against 20.0)" in said

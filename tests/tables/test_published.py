@@ -11,7 +11,7 @@ from ebbench.papers.eb.workloads import table2_cell
 from ebbench.papers.fidelity.cases import all_cases
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import ASYNC_SCHEDULING, protocol_cells
-from ebbench.papers.published import best_config, pick, rows
+from ebbench.papers.published import best_sizes, pick, rows
 from ebbench.papers.registry import TABLES, find_table
 from ebbench.runs.prepare import plan_of
 from vllm_eb.policies.deferred import DeferredModel, exact_chain
@@ -30,11 +30,11 @@ def test_the_published_gain_follows_from_the_published_rates() -> None:
         assert gain == pytest.approx(float(row["diff_percent_vs_v1"]), abs=0.8)
 
 
-def test_best_configurations_are_those_of_tables_14_to_16() -> None:
-    assert best_config("rtx-pro-6000", "eb", "numinamath", "qwen3-8b") == (4096, 256)
-    assert best_config("h200", "v1", "balanced", "qwen3-8b") == (10240, 512)
-    assert best_config("rtx-pro-6000", "ebplus", "sharegpt", "qwen3-8b") == (14336, 1536), "others take eb's"
-    assert best_config("l40s", "v1", "sharegpt", "llama-3.1-8b") == best_config(
+def test_best_sizesurations_are_those_of_tables_14_to_16() -> None:
+    assert best_sizes("rtx-pro-6000", "eb", "numinamath", "qwen3-8b") == (256, 4096)
+    assert best_sizes("h200", "v1", "balanced", "qwen3-8b") == (512, 10240)
+    assert best_sizes("rtx-pro-6000", "ebplus", "sharegpt", "qwen3-8b") == (1536, 14336), "others take eb's"
+    assert best_sizes("l40s", "v1", "sharegpt", "llama-3.1-8b") == best_sizes(
         "rtx-pro-6000", "v1", "sharegpt", "qwen3-8b"
     ), "what was not published takes the nearest that was"
 

@@ -1,6 +1,7 @@
 """Random scenes for the real scheduler, and what must hold after every step of one.
 
-    make fuzz SCENES=2000        # one in so many per policy; exit code 1 where one fails
+    make fuzz SCENES=2000        # so many per policy; exit code 1 where one fails
+    python -m tests.vllm.scenes --scenes 40 --drafts        # of those with drafted tokens alone
 
 A scene is a function of its seed: arrivals, aborts, priorities, adapters, images with a budget for their encoder,
 grammars that compile late, streaming sessions, pauses, resets of the prefix cache while requests run, drafted tokens of
@@ -16,6 +17,7 @@ import os
 import random
 import sys
 from dataclasses import dataclass
+from itertools import count, islice
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import create_autospec
@@ -236,11 +238,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scenes", type=int, default=2000, help="Per policy.")
     parser.add_argument("--first", type=int, default=0, help="The first seed.")
+    parser.add_argument("--drafts", action="store_true", help="Only scenes whose server drafts tokens.")
     parser.add_argument("--policy", action="append", help="Default: some of each kind, then each with drawn settings.")
     options = parser.parse_args()
-    failed = 0
+    failed, seeds = 0, (seed for seed in count(options.first) if not options.drafts or draw_drafts(seed) is not None)
+    played = list(islice(seeds, options.scenes))
     for policy in options.policy or (*FUZZED, *DRAWN):
-        for seed in range(options.first, options.first + options.scenes):
+        for seed in played:
             if wrong := ours(policy, seed):
                 failed += 1
                 print(f"{policy}, seed {seed}: {wrong}", flush=True)

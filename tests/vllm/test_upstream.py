@@ -67,20 +67,20 @@ def test_every_entry_of_the_file_says_why() -> None:
 def test_policies_run_at_the_same_time_and_their_results_come_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2, timeout=60)  # raises unless two runs are under way
 
-    def run(root: Path, redirect: Path, policy: str, files: tuple[str, ...]) -> command.Result:
+    def run(root: Path, redirect: Path, policy: str, files: tuple[str, ...], chosen: str) -> command.Result:
         both.wait()
         return command.Result({policy: Outcome(PASSED)}, 1.0)
 
     monkeypatch.setattr(command, "run", run)
     policies = (command.STOCK, "v1", "v0", "eb")
-    found = list(command.run_each(Path(), Path(), policies, (), jobs=2))
+    found = list(command.run_each(Path(), Path(), policies, (), "", jobs=2))
     assert [list(one.outcomes) for one in found] == [[policy] for policy in policies]
 
 
 def test_after_a_run_that_could_not_be_made_no_other_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = []
 
-    def run(root: Path, redirect: Path, policy: str, files: tuple[str, ...]) -> command.Result:
+    def run(root: Path, redirect: Path, policy: str, files: tuple[str, ...], chosen: str) -> command.Result:
         begun.append(policy)
         time.sleep(0.05)
         raise RuntimeError("pytest ended with exit code 4")
@@ -88,7 +88,7 @@ def test_after_a_run_that_could_not_be_made_no_other_begins(monkeypatch: pytest.
     monkeypatch.setattr(command, "run", run)
     policies = (command.STOCK, *(f"deferred:k={k}" for k in range(1, 40)))
     with pytest.raises(RuntimeError, match="exit code 4"):
-        list(command.run_each(Path(), Path(), policies, (), jobs=1))
+        list(command.run_each(Path(), Path(), policies, (), "", jobs=1))
     assert len(begun) < 5
 
 

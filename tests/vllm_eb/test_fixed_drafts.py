@@ -18,13 +18,15 @@ def test_drafts_of_a_fixed_length_are_refused_with_what_to_add() -> None:
 
 
 def test_drafts_are_counted_by_position() -> None:
-    """Of drafts of 3, 1 and 2 tokens, 3, 0 and 1 are accepted; one that is gone or got no token does not count."""
-    scheduler = SimpleNamespace(num_spec_tokens=3, requests=dict.fromkeys("abcd"))
-    step = SimpleNamespace(
-        scheduled_spec_decode_tokens={"a": [0] * 3, "b": [0], "c": [0] * 2, "gone": [0] * 3, "d": [0]}
-    )
+    """Of drafts of 3, 1 and 2 tokens, 3, 0 and 1 are accepted; those that are gone or without a token do not count."""
+    scheduler = SimpleNamespace(num_spec_tokens=3, requests=dict.fromkeys("abcdef"))
+    drafts = {"a": [0] * 3, "b": [0], "c": [0] * 2, "gone": [0] * 3, "d": [0], "silent and gone": [0]}
+    step = SimpleNamespace(scheduled_spec_decode_tokens=drafts)
+    made = {"prompt": [1], "e": [], "f": [], "a": [1, 2, 3, 4], "b": [1], "c": [1, 2], "gone": [1, 2], "d": []}
+    made["silent and gone"] = []
     output = SimpleNamespace(
-        sampled_token_ids=[[1, 2, 3, 4], [1], [1, 2], [1], []],
-        req_id_to_index={"a": 0, "b": 1, "c": 2, "gone": 3, "d": 4},
+        req_ids=list(made),
+        sampled_token_ids=list(made.values()),
+        req_id_to_index={name: place for place, name in enumerate(made)},
     )
     assert verified_drafts(scheduler, step, output) == ([3, 2, 1], [2, 1, 1])

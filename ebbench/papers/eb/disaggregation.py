@@ -18,18 +18,18 @@ their ``paper_sweep`` wrappers, disagg_multi_proxy.py):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels, relative
+from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels
 from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
 from ebbench.installation import REFERENCE
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import FIXED_THETA, SERVER_BUDGET, SERVER_SEQS, Protocol, ebplus_as_run, protocol_cells
-from ebbench.papers.published import GPUS, MAIN_MODEL, SYNTHETIC, gpu_title, pick
-from ebbench.papers.table import PaperTable, Published, Sections
+from ebbench.papers.published import GPUS, MAIN_MODEL, METRICS, SYNTHETIC, gpu_title, pick
+from ebbench.papers.table import PaperTable, Published, Sections, change
 from ebbench.records.warnings import shown_text
 from ebbench.runs.store import Measured, RunStore
 from ebbench.spec.run import RunSpec
@@ -125,37 +125,6 @@ def four_gpus(setting: PolicyOnTopology, device: str, mix: str, concurrency: int
 # Appendix F.4 of the EB paper: data parallelism against prefill and decode pools, on two and four GPUs.
 
 _RATE = "total_token_throughput"
-_METRICS = (
-    ("total_tokens_per_s", "tokens/s", _RATE, 1.0),
-    ("ttft_s", "TTFT s", "mean_ttft_ms", 1e-3),
-    ("tpot_ms", "TPOT ms", "mean_tpot_ms", 1.0),
-)
-_METRICS20 = (_METRICS[0], ("ttft_ms", "TTFT ms", "mean_ttft_ms", 1.0), _METRICS[2])
-
-
-def _cell(options: PaperOptions, device: str, protocol: Protocol) -> RunSpec:
-    weight = float(protocol.plan["max_concurrency"])
-    return protocol_cells(protocol, device, options.model(), options.num_prompts, weight)[0]
-
-
-def _further_policies(options: PaperOptions, ranks: int) -> dict[str, PolicyOnTopology]:
-    """The policies that were asked for in addition to v1 and EB+, on data-parallel ranks like those."""
-    return {p: replicas(f"{p}, DP={ranks}", ranks, p) for p in options.further("v1", "ebplus")}
-
-
-def _columns(choices: Mapping[str, PolicyOnTopology], further: Mapping[str, PolicyOnTopology]) -> tuple[Column, ...]:
-    """Columns of the published settings, then those of further policies, which are held against v1."""
-    columns = [column for choice in choices.values() for column in compared(choice.title)]
-    for choice in further.values():
-        columns += [Column("ours", group=choice.title, ours=True), Column("vs v1", "change", choice.title)]
-    return tuple(columns)
-
-
-def _against(base: Value, ours: Value) -> tuple[Value, Value]:
-    """A further policy's figure and its change against v1's."""
-    if isinstance(ours, float) and isinstance(base, float):
-        return ours, relative(ours, base)
-    return ours, None
 
 
 def value_or_oom(measured: Measured | None, key: str, scale: float = 1.0) -> Value:
@@ -165,141 +134,136 @@ def value_or_oom(measured: Measured | None, key: str, scale: float = 1.0) -> Val
     return "OOM" if measured.figures.get("dead") else measured.get(key, scale)
 
 
-# Table 19: two GPUs.
-
-_ALL_TWO = TWO | {"early": EARLY}
-
-
-def _cell19(options: PaperOptions, device: str, choice: PolicyOnTopology, concurrency: int) -> RunSpec:
-    return _cell(options, device, two_gpus(choice, device, concurrency))
+def _published_and_ours(published: float | None, ours: Value, *, failed: bool) -> tuple[Value, Value, Value]:
+    """A published figure beside ours. ``failed``: a figure that was not published is that of a run without memory."""
+    if isinstance(ours, float) and published is not None:
+        return comparison(published, ours)
+    return "OOM" if published is None and failed else published, ours, None
 
 
-def _cells19(options: PaperOptions) -> list[RunSpec]:
-    settings = product(options.devices or GPUS, (_ALL_TWO | _further_policies(options, 2)).values(), REQUESTS19)
-    return [_cell19(options, *setting) for setting in settings]
+@dataclass(frozen=True)
+class _Comparison:
+    """Table 19 or 20. ``choices``: the settings by their names in print, v1 on all ``gpus`` first.
+
+    ``loads``: what ``protocol`` takes after setting and device; ``labels``: its columns. ``printed``: the published
+    figure of a GPU, load, setting and metric. ``failing``: settings that ran out of memory where nothing is printed.
+    """
+
+    choices: dict[str, PolicyOnTopology]
+    gpus: int
+    labels: tuple[str, ...]
+    loads: tuple[tuple[Any, ...], ...]
+    protocol: Callable[..., Protocol]
+    metrics: tuple[str, ...]
+    printed: Callable[[str, tuple[Any, ...], str, str], float | None]
+    failing: Collection[str]
+
+    def further(self, options: PaperOptions) -> dict[str, PolicyOnTopology]:
+        """The policies that were asked for in addition to v1 and EB+, on data-parallel ranks like those."""
+        return {p: replicas(f"{p}, DP={self.gpus}", self.gpus, p) for p in options.further("v1", "ebplus")}
+
+    def cell(self, options: PaperOptions, device: str, choice: PolicyOnTopology, load: tuple[Any, ...]) -> RunSpec:
+        """One run."""
+        protocol = self.protocol(choice, device, *load)
+        weight = float(protocol.plan["max_concurrency"])
+        return protocol_cells(protocol, device, options.model(), options.num_prompts, weight)[0]
+
+    def cells(self, options: PaperOptions) -> list[RunSpec]:
+        """All runs."""
+        settings = (self.choices | self.further(options)).values()
+        devices = options.devices or GPUS
+        return [self.cell(options, *setting) for setting in product(devices, settings, self.loads)]
+
+    def by_name(
+        self, options: PaperOptions, store: RunStore, device: str, load: tuple[Any, ...]
+    ) -> dict[str, Measured | None]:
+        """What was measured under one load."""
+        choices = self.choices | self.further(options)
+        return {name: store.get(self.cell(options, device, choice, load)) for name, choice in choices.items()}
+
+    def sections(self, options: PaperOptions, store: RunStore) -> Sections:
+        """One table per device."""
+        return [self._section(options, store, device) for device in options.devices or GPUS]
+
+    def _section(self, options: PaperOptions, store: RunStore, device: str) -> Section:
+        further = self.further(options)
+        columns = [column for choice in self.choices.values() for column in compared(choice.title)]
+        for choice in further.values():
+            columns += [Column("ours", group=choice.title, ours=True), Column("vs v1", "change", choice.title)]
+        rows = []
+        for load in self.loads:
+            by_name = self.by_name(options, store, device, load)
+            for metric in self.metrics:
+                title, key, scale = METRICS[metric]
+                ours = {name: value_or_oom(measured, key, scale) for name, measured in by_name.items()}
+                row: list[Value] = [*(SYNTHETIC.get(value, str(value)) for value in load), title]
+                for name in self.choices:
+                    published = self.printed(gpu_title(device), load, name, metric)
+                    row += _published_and_ours(published, ours[name], failed=name in self.failing and device in GPUS)
+                for name in further:
+                    row += [ours[name], change(ours[name], ours[next(iter(self.choices))])]
+                rows.append(tuple(row))
+        return Section(gpu_title(device), (*labels(*self.labels, "metric"), *columns), tuple(rows))
 
 
-def _section19(options: PaperOptions, store: RunStore, device: str) -> Section:
-    further = _further_policies(options, 2)
-    rows = []
-    for concurrency in REQUESTS19:
-        by_name = {
-            name: store.get(_cell19(options, device, choice, concurrency))
-            for name, choice in (_ALL_TWO | further).items()
-        }
-        for metric, title, key, scale in _METRICS:
-            row: list[Value] = [str(concurrency), title]
-            for name in _ALL_TWO:
-                where = {"concurrency": str(concurrency), "metric": metric, "gpu": gpu_title(device)}
-                published = pick("table19_two_gpu", name, **where)
-                ours = value_or_oom(by_name[name], key, scale)
-                row += _published_and_ours(published, ours, failed=name == "disagg_1p1d" and device in GPUS)
-            base = value_or_oom(by_name["v1_dp2"], key, scale)
-            for name in further:
-                row += _against(base, value_or_oom(by_name[name], key, scale))
-            rows.append(tuple(row))
-    return Section(gpu_title(device), labels("c", "metric") + _columns(_ALL_TWO, further), tuple(rows))
-
-
-def _sections19(options: PaperOptions, store: RunStore) -> Sections:
-    return [_section19(options, store, device) for device in options.devices or GPUS]
+_TWO = _Comparison(
+    TWO | {"early": EARLY}, 2, ("c",), tuple((c,) for c in REQUESTS19), two_gpus,
+    ("total_tokens_per_s", "ttft_s", "tpot_ms"),
+    lambda gpu, load, name, metric: pick(
+        "table19_two_gpu", name, concurrency=str(load[0]), metric=metric, gpu=gpu
+    ),
+    ("disagg_1p1d",),
+)  # fmt: skip
+_FOUR = _Comparison(
+    FOUR, 4, ("mix", "c"), tuple(product(MIXES, CONCURRENCY20)), four_gpus,
+    ("total_tokens_per_s", "ttft_ms", "tpot_ms"),
+    lambda gpu, load, name, metric: pick(
+        "table20_four_gpus", "value", gpu=gpu, workload=load[0], concurrency=str(load[1]), setting=name, metric=metric
+    ),
+    tuple(FOUR),
+)  # fmt: skip
 
 
 def _deaths(options: PaperOptions, store: RunStore, _sections: Sections) -> Iterator[str]:
-    for device, concurrency in product(options.devices or GPUS, REQUESTS19):
-        measured = store.get(_cell19(options, device, TWO["disagg_1p1d"], concurrency))
+    for device, load in product(options.devices or GPUS, _TWO.loads):
+        measured = store.get(_TWO.cell(options, device, TWO["disagg_1p1d"], load))
         if measured is not None and measured.figures.get("dead"):
-            yield f"{gpu_title(device)}, c = {concurrency}: {shown_text(measured.figures['dead'])}."
+            yield f"{gpu_title(device)}, c = {load[0]}: {shown_text(measured.figures['dead'])}."
 
-
-# Table 20: four GPUs.
 
 NEAR = 0.98
 STARVED = 0.9  # a prefill pool that is busy for a smaller share of the time waits for requests
 
 
-def _cell20(options: PaperOptions, device: str, choice: PolicyOnTopology, mix: str, concurrency: int) -> RunSpec:
-    return _cell(options, device, four_gpus(choice, device, mix, concurrency))
+def _ranked(measured_by_name: Mapping[str, Measured]) -> list[tuple[str, float]]:
+    """Names and rates of the finished runs, best first."""
+    rates = [(name, value_or_oom(measured, _RATE)) for name, measured in measured_by_name.items()]
+    return sorted(((name, rate) for name, rate in rates if isinstance(rate, float)), key=lambda item: -item[1])
 
 
-def _cells20(options: PaperOptions) -> list[RunSpec]:
-    return [
-        _cell20(options, device, choice, mix, c)
-        for device in (options.devices or GPUS)
-        for mix in MIXES
-        for c in CONCURRENCY20
-        for choice in (FOUR | _further_policies(options, 4)).values()
-    ]
-
-
-def _section20(options: PaperOptions, store: RunStore, device: str) -> Section:
-    rows = [row for setting in product(MIXES, CONCURRENCY20) for row in _rows20(options, store, device, *setting)]
-    columns = labels("mix", "c", "metric") + _columns(FOUR, _further_policies(options, 4))
-    return Section(gpu_title(device), columns, tuple(rows))
-
-
-def _rows20(
-    options: PaperOptions, store: RunStore, device: str, mix: str, concurrency: int
-) -> Iterator[tuple[Value, ...]]:
-    """One row per metric."""
-    further = _further_policies(options, 4)
-    by_name = {
-        name: store.get(_cell20(options, device, choice, mix, concurrency)) for name, choice in (FOUR | further).items()
-    }
-    for metric, title, key, scale in _METRICS20:
-        row: list[Value] = [SYNTHETIC[mix], str(concurrency), title]
-        for name in FOUR:
-            published = pick(
-                "table20_four_gpus", "value", gpu=gpu_title(device), concurrency=str(concurrency),
-                workload=mix, setting=name, metric=metric,
-            )  # fmt: skip
-            row += _published_and_ours(published, value_or_oom(by_name[name], key, scale), failed=device in GPUS)
-        base = value_or_oom(by_name["v1_dp4"], key, scale)
-        for name in further:
-            row += _against(base, value_or_oom(by_name[name], key, scale))
-        yield tuple(row)
-
-
-def _published_and_ours(published: float | None, ours: Value, *, failed: bool) -> tuple[Value, Value, Value]:
-    """A published figure beside ours. ``failed``: a figure that was not published is that of a run without memory."""
-    left: Value = "OOM" if published is None and failed else published
-    if isinstance(ours, float) and published is not None:
-        return comparison(published, ours)
-    return left, ours, None
-
-
-def _ranked(by_title: Mapping[str, Measured | None]) -> list[tuple[str, float]]:
-    """Titles and rates of the finished runs, best first."""
-    rates = [
-        (title, measured.get(_RATE))
-        for title, measured in by_title.items()
-        if measured and not measured.figures.get("dead")
-    ]
-    return sorted(((title, rate) for title, rate in rates if rate is not None), key=lambda item: -item[1])
-
-
-def explained(by_title: Mapping[str, Measured]) -> str:
-    """The fastest topology, and why the others were slower, from the runs' figures."""
-    ranked = _ranked(by_title)
+def explained(measured_by_name: Mapping[str, Measured]) -> str:
+    """The fastest topology of table 20, and why the others were slower, from the runs' figures."""
+    ranked = _ranked(measured_by_name)
     if not ranked:
         return "no topology finished."
-    best, rate = ranked[0]
-    remarks = [f"{best} with {rate:,.0f} tokens/s"]
-    for title, other_rate in ranked[1:]:
-        remarks.append(f"{title} {100 * (other_rate / rate - 1):+.1f} %{_why(title, by_title[title], by_title[best])}")
-    remarks += [f"{title} ran out of memory" for title, measured in by_title.items() if measured.figures.get("dead")]
-    return f"{remarks[0]}{_why_best(best, by_title[best])}; {'; '.join(remarks[1:])}."
+    name, rate = ranked[0]
+    best = measured_by_name[name]
+    reason = "all GPUs do whatever there is to do"
+    if FOUR[name].topology.disaggregated:
+        reason = f"prefill GPUs busy {_busy(best):.0f} %, so that neither side waits long for the other"
+    remarks = [
+        f"{FOUR[other].title} {100 * (other_rate / rate - 1):+.1f} %{_why(other, measured_by_name[other], best)}"
+        for other, other_rate in ranked[1:]
+    ]
+    remarks += [
+        f"{FOUR[other].title} ran out of memory" for other, m in measured_by_name.items() if m.figures.get("dead")
+    ]
+    return f"{FOUR[name].title} with {rate:,.0f} tokens/s: {reason}; {'; '.join(remarks)}."
 
 
-def _why_best(title: str, best: Measured) -> str:
-    if title not in _POOLS:
-        return ": all GPUs do whatever there is to do"
-    return f": prefill GPUs busy {_busy(best):.0f} %, so that neither side waits long for the other"
-
-
-def _why(title: str, measured: Measured, best: Measured) -> str:
+def _why(name: str, measured: Measured, best: Measured) -> str:
     """Why ``measured`` was slower, if its figures show it."""
-    if title not in _POOLS:
+    if not FOUR[name].topology.disaggregated:
         tpot, best_tpot = measured.get("mean_tpot_ms") or 0.0, best.get("mean_tpot_ms") or 0.0
         if tpot > best_tpot:
             return f" (prompts among the decodes: TPOT {tpot:.1f} ms against {best_tpot:.1f})"
@@ -311,10 +275,6 @@ def _why(title: str, measured: Measured, best: Measured) -> str:
     return f" (decode is the bottleneck: prefill GPUs idle {100 - _busy(measured):.0f} %)"
 
 
-_POOLS = frozenset(choice.title for choice in FOUR.values() if choice.topology.disaggregated)
-"""Titles of settings whose prefill and decode are apart."""
-
-
 def _busy(measured: Measured) -> float:
     return measured.get("front_busy", 100) or 0.0
 
@@ -323,52 +283,40 @@ def _ttft(measured: Measured) -> float:
     return measured.get("mean_ttft_ms", 1e-3) or 0.0
 
 
-def _sections20(options: PaperOptions, store: RunStore) -> Sections:
-    return [_section20(options, store, device) for device in options.devices or GPUS]
-
-
-def _verdicts(options: PaperOptions, store: RunStore, _sections: Sections) -> Sequence[str]:
-    remarks = []
+def _verdicts(options: PaperOptions, store: RunStore, _sections: Sections) -> Iterator[str]:
+    """Per setting, the fastest topology and the fastest of all policies on DP=4, if further ones were asked for; within
+    1 % of v1 nothing matters."""
+    further = _FOUR.further(options)
     for device in options.devices or GPUS:
         near = total = 0
-        for mix, concurrency in product(MIXES, CONCURRENCY20):
-            by_title = {c.title: store.get(_cell20(options, device, c, mix, concurrency)) for c in FOUR.values()}
-            known = {title: measured for title, measured in by_title.items() if measured is not None}
-            if len(known) < len(FOUR):
+        for mix, concurrency in _FOUR.loads:
+            measured = _FOUR.by_name(options, store, device, (mix, concurrency))
+            own = {name: measured[name] for name in FOUR}
+            known = {name: run for name, run in measured.items() if run is not None}
+            if None in own.values():
                 continue
             total += 1
-            ranked = _ranked(known)
-            near += bool(ranked) and dict(ranked).get("EB+, DP=4", 0.0) >= NEAR * ranked[0][1]
+            ranked = _ranked({name: known[name] for name in FOUR})
+            near += bool(ranked) and dict(ranked).get("ebplus_dp4", 0.0) >= NEAR * ranked[0][1]
             setting = f"{gpu_title(device)}, {SYNTHETIC[mix]}, c = {concurrency}"
-            remarks.append(f"{setting}: {explained(known)}")
-            remarks += [f"{setting}: {best}." for best in _best_policy(options, store, device, mix, concurrency)]
+            yield f"{setting}: {explained({name: known[name] for name in FOUR})}"
+            if further and len(known) == len(measured):
+                rates = _ranked({name: known[name] for name in ("v1_dp4", "ebplus_dp4", *further)})
+                name, rate = rates[0]
+                gain = 100 * (rate / dict(rates).get("v1_dp4", rate) - 1)
+                best = f"of the policies, {(FOUR | further)[name].title} is best ({gain:+.1f} % over v1)"
+                yield f"{setting}: {best if gain >= 1 else 'no policy gains 1 % over v1'}."
         if total:
-            remarks.append(
-                f"{gpu_title(device)}: EB+ is best or within {100 * (1 - NEAR):.0f} % of it in {near} of {total}."
-            )
-    return remarks
-
-
-def _best_policy(options: PaperOptions, store: RunStore, device: str, mix: str, concurrency: int) -> Iterator[str]:
-    """The fastest of all policies on DP=4, if further ones were asked for; within 1 % of v1 nothing matters."""
-    further = _further_policies(options, 4)
-    if not further:
-        return
-    choices = [FOUR["v1_dp4"], FOUR["ebplus_dp4"], *further.values()]
-    by_title = {choice.title: store.get(_cell20(options, device, choice, mix, concurrency)) for choice in choices}
-    if any(measured is None for measured in by_title.values()):
-        return
-    ranked = _ranked(by_title)
-    (best, rate), base = ranked[0], dict(ranked)[FOUR["v1_dp4"].title]
-    gain = 100 * (rate / base - 1)
-    yield f"of the policies, {best} is best ({gain:+.1f} % over v1)" if gain >= 1 else "no policy gains 1 % over v1"
+            yield f"{gpu_title(device)}: EB+ is best or within {100 * (1 - NEAR):.0f} % of it in {near} of {total}."
 
 
 _READS = ("device", "model", "policy", "num_prompts")
 _PUBLISHED = Published(tuple(GPUS), (MAIN_MODEL,))
 TABLE19 = PaperTable(
-    "table19", _cells19, _READS, _sections19, findings=_deaths, whole=False, published_on=_PUBLISHED, facts=globals()
-)
+    "table19", _TWO.cells, _READS, _TWO.sections, findings=_deaths, whole=False, published_on=_PUBLISHED,
+    facts=globals(),
+)  # fmt: skip
 TABLE20 = PaperTable(
-    "table20", _cells20, _READS, _sections20, findings=_verdicts, whole=False, published_on=_PUBLISHED, facts=globals()
-)
+    "table20", _FOUR.cells, _READS, _FOUR.sections, findings=_verdicts, whole=False, published_on=_PUBLISHED,
+    facts=globals(),
+)  # fmt: skip

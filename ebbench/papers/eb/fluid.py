@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from ebbench.devices.profiles import find_model, find_profile
 from ebbench.errors import UsageError
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import GPUS, MAIN_MODEL, gpu_title
-from ebbench.papers.table import PaperTable, Published, Sections, no_cells
+from ebbench.papers.table import PaperTable, Published, each, no_cells
 from ebbench.runs.store import RunStore
 from vllm_eb.calibration import Calibration
 from vllm_eb.policies.deferred import DeferredModel, exact_chain
@@ -26,13 +26,13 @@ from vllm_eb.theory import base_threshold
 BATCHES = (64, 256, 1024)
 MEAN_INPUT, MEAN_OUTPUT = 512, 256  # tokens
 PHASES = 4000  # simulated, for the fluctuation
-_PRINTED = (
-    ("stochastic fluctuation", "N^-1/2, a few percent", "yes"),
-    ("discretisation and overshoot", "bounded", "no"),
-    ("integer rounding", "1/N", "yes"),
-    ("continuous-time limit", "p0, below the first", "no, with p0"),
-)
-_TOTAL, _LOSS = "expected time, all together", "requests/s lost"
+_PRINTED = {
+    "fluctuation": ("stochastic fluctuation", "N^-1/2, a few percent", "yes"),
+    "discretisation": ("discretisation and overshoot", "bounded", "no"),
+    "rounding": ("integer rounding", "1/N", "yes"),
+    "continuous": ("continuous-time limit", "p0, below the first", "no, with p0"),
+}
+"""Printed orders by error of FluidErrors."""
 
 
 @dataclass(frozen=True)
@@ -90,26 +90,21 @@ def _phase_times(cost: Calibration, batch: int, p0: float, threshold: int) -> ND
     return spent_s
 
 
-def _calibration(device: str, model: str) -> Calibration:
-    calibration = published_calibration(find_profile(device), find_model(model))
-    if calibration is None:
+def _section(options: PaperOptions, _store: RunStore, device: str) -> Section:
+    model, p0 = options.model(), 1 / MEAN_OUTPUT
+    cost = published_calibration(find_profile(device), find_model(model))
+    if cost is None:
         raise UsageError(f"no linear costs of {model} on {device} are published, from which the errors would follow")
-    return calibration
-
-
-def _section(device: str, model: str) -> Section:
-    cost, p0 = _calibration(device, model), 1 / MEAN_OUTPUT
     by_batch = [fluid_errors(cost, batch, p0, MEAN_INPUT) for batch in BATCHES]
     columns = labels("source", "printed error", "vanishes as N grows")
     columns += tuple(Column(f"N = {batch:,}", "change", ours=True, show=_percent) for batch in BATCHES)
-    names = ("fluctuation", "discretisation", "rounding", "continuous")
     rows: list[tuple[Value, ...]] = [
-        (*printed, *(getattr(errors, name) for errors in by_batch))
-        for printed, name in zip(_PRINTED, names, strict=True)
-    ]
-    rows[0] = (*rows[0][:3], *(f"±{100 * errors.fluctuation:.2f} %" for errors in by_batch))
-    rows.append((_TOTAL, "", "", *(errors.total for errors in by_batch)))
-    rows.append((_LOSS, "", "", *(errors.loss for errors in by_batch)))
+        (*printed, *(f"±{_percent(errors.fluctuation)[1:]}" if name == "fluctuation" else getattr(errors, name)
+                     for errors in by_batch))
+        for name, printed in _PRINTED.items()
+    ]  # fmt: skip
+    rows.append(("expected time, all together", "", "", *(errors.total for errors in by_batch)))
+    rows.append(("requests/s lost", "", "", *(errors.loss for errors in by_batch)))
     theta = base_threshold(p0, cost.alpha_p, cost.alpha_d)
     return Section(f"{gpu_title(device)}, {model}: theta0 = {theta:.3f}", columns, tuple(rows))
 
@@ -118,11 +113,7 @@ def _percent(value: float) -> str:
     return f"{100 * value:+.2f} %"
 
 
-def _document(options: PaperOptions, store: RunStore) -> Sections:
-    return tuple(_section(device, options.model()) for device in options.devices or tuple(GPUS))
-
-
 TABLE8 = PaperTable(
-    "table8", no_cells, ("device", "model"), _document, published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
-    facts=globals(),
+    "table8", no_cells, ("device", "model"), each(_section, lambda options: product(options.devices or GPUS)),
+    published_on=Published(tuple(GPUS), (MAIN_MODEL,)), facts=globals(),
 )  # fmt: skip

@@ -11,6 +11,7 @@ from ebbench.hazard import Hazard, analyse_lengths, trend_tests
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import WORKLOADS, pick
 from ebbench.papers.table import PaperFigure, PaperTable, Sections, no_cells
+from ebbench.records.plan import Plan
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, VERMILION
 from ebbench.runs.store import RunStore
@@ -21,11 +22,15 @@ _FIELDS = (("samples", "samples"), ("input_mean", "input mean"), ("output_mean",
            ("output_std", "output std"))  # fmt: skip
 
 
-def _lengths(options: PaperOptions, workload: str) -> tuple[dict[str, float], str, str]:
-    """Statistics of the workload as ebbench runs it, whether its hazard rises, and its source."""
+def _plan(options: PaperOptions, workload: str) -> Plan:
     from ebbench.workloads import build_plan
 
-    plan = build_plan(workload, source=options.source, num_prompts=options.num_prompts, with_text=False)
+    return build_plan(workload, source=options.source, num_prompts=options.num_prompts, with_text=False)
+
+
+def _lengths(options: PaperOptions, workload: str) -> tuple[dict[str, float], str, str]:
+    """Statistics of the workload as ebbench runs it, whether its hazard rises, and its source."""
+    plan = _plan(options, workload)
     inputs, outputs = (plan.table[name].to_numpy() for name in ("input_tokens", "output_tokens"))
     tests = trend_tests(outputs)
     figures = {
@@ -34,8 +39,7 @@ def _lengths(options: PaperOptions, workload: str) -> tuple[dict[str, float], st
         "output_mean": float(outputs.mean()),
         "output_std": float(outputs.std()),
     }
-    rising = "yes" if tests is not None and tests.rising else "no"
-    return figures, rising, str(plan.facts.get("source", ""))
+    return figures, "yes" if tests is not None and tests.rising else "no", str(plan.facts.get("source", ""))
 
 
 def _document9(options: PaperOptions, store: RunStore) -> Sections:
@@ -68,15 +72,13 @@ def _probability(value: float) -> str:
 
 
 def _row12(options: PaperOptions, workload: str) -> tuple[Value, ...]:
-    from ebbench.workloads import build_plan
-
-    plan = build_plan(workload, source=options.source, num_prompts=options.num_prompts, with_text=False)
+    plan = _plan(options, workload)
     hazard = analyse_lengths(plan.table["output_tokens"].to_numpy())
     head = (WORKLOADS.get(workload, workload), str(plan.facts.get("source", "")), SAMPLES.get(workload), hazard.samples)
     tests = hazard.tests
     if tests is None:
         return (*head, None, None, None, None, None, hazard.untested)
-    word = "rising" if tests.rising else tests.verdict.split(" (")[0].split(":")[0]
+    word = "rising" if tests.rising else tests.trend
     figures = (tests.t_max, tests.tau, tests.mann_kendall_p, 1e6 * tests.slope, tests.regression_p)
     return (*head, *figures, word)
 
@@ -155,13 +157,10 @@ def _hazard(hazard: Hazard) -> Any:
 
 
 def _chart11(options: PaperOptions, store: RunStore, published: bool) -> Any:
-    from ebbench.workloads import build_plan
-
     alt = altair()
     panels = []
     for workload in options.workloads or tuple(WORKLOADS):
-        plan = build_plan(workload, source=options.source, num_prompts=options.num_prompts, with_text=False)
-        hazard = analyse_lengths(plan.table["output_tokens"].to_numpy())
+        hazard = analyse_lengths(_plan(options, workload).table["output_tokens"].to_numpy())
         panels.append(hazard_panels(hazard, WORKLOADS.get(workload, workload)))
     lines = [alt.hconcat(*panels[at : at + 2]) for at in range(0, len(panels), 2)]
     return alt.vconcat(*lines)

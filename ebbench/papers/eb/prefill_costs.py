@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ebbench.analysis.documents import Column, Section, Value, comparison, labels, relative
+from ebbench.analysis.documents import Column, Section, Value, comparison, labels
 from ebbench.config.topology import DECODE_UTILIZATION, PoolSpec
 from ebbench.devices.base import CostModel, Device
 from ebbench.devices.costs import DECODE_CONTEXT_TOKENS, DECODE_SEQS, PREFILL_TOKENS, decode_shape, prefill_shape
@@ -27,6 +27,8 @@ from ebbench.papers.table import (
     Published,
     Sections,
     beside,
+    change,
+    each,
     figure,
     no_cells,
     ours,
@@ -83,12 +85,9 @@ def _table6_section(options: PaperOptions, store: RunStore, device: str) -> Sect
     return Section(gpu_title(device), columns, tuple(lines))
 
 
-def _table6_content(options: PaperOptions, store: RunStore) -> Sections:
-    return [_table6_section(options, store, device) for device in options.devices or (DEVICE,)]
-
-
 TABLE6 = PaperTable(
-    "table6", _table6_cells, ("device", "model", "policy", "num_prompts"), _table6_content, whole=False,
+    "table6", _table6_cells, ("device", "model", "policy", "num_prompts"),
+    each(_table6_section, lambda options: product(options.devices or (DEVICE,))), whole=False,
     published_on=Published((DEVICE,), tuple(TABLE6_MODELS.values())),
 )  # fmt: skip
 
@@ -284,16 +283,8 @@ def _long_section(options: PaperOptions, store: RunStore, device: str) -> Sectio
             by_kind = {k: None if cell is None else store.get(cell) for k, cell in cells.items()}
             row += ["does not fit" if cells[k] is None else value_or_oom(by_kind[k], key, scale) for k in cells]
         rates = dict(zip(cells, row[2:], strict=False))
-        lines.append((*row, _change(rates["eb"], rates["v1"]), _change(rates["ebplus"], rates["v1"])))
+        lines.append((*row, change(rates["eb"], rates["v1"]), change(rates["ebplus"], rates["v1"])))
     return Section(f"{gpu_title(device)}, two GPUs", columns, tuple(lines))
-
-
-def _change(value: Value, base: Value) -> float | None:
-    return relative(value, base) if isinstance(value, float) and isinstance(base, float) else None
-
-
-def _long_sections(options: PaperOptions, store: RunStore) -> Sections:
-    return [_long_section(options, store, device) for device in dict.fromkeys(options.devices or GPUS)]
 
 
 def _long_findings(_options: PaperOptions, _store: RunStore, sections: Sections) -> Iterator[str]:
@@ -312,6 +303,7 @@ def _long_findings(_options: PaperOptions, _store: RunStore, sections: Sections)
 
 
 LONG_CONTEXT = PaperTable(
-    "long-context", _long_cells, ("device", "model", "num_prompts"), _long_sections, findings=_long_findings,
+    "long-context", _long_cells, ("device", "model", "num_prompts"),
+    each(_long_section, lambda options: product(dict.fromkeys(options.devices or GPUS))), findings=_long_findings,
     whole=False, published_on=Published(tuple(GPUS), LONG_MODELS), facts=globals(),
 )  # fmt: skip

@@ -14,12 +14,13 @@ from ebbench.analysis.summary import summarise_phases
 from ebbench.errors import UsageError
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import MEAN_OUTPUT, protocol_cells, table3_protocol
-from ebbench.papers.published import GPUS, MAIN_MODEL, gpu_title, pick
+from ebbench.papers.published import GPUS, MAIN_MODEL, METRICS, gpu_title, pick
 from ebbench.papers.table import (
     PaperTable,
     Published,
     Sections,
     changes,
+    each,
     mean_figure,
     of_all,
     ours,
@@ -49,11 +50,7 @@ TRAFFIC: Mapping[str, Traffic] = {
     "concurrency_shift": Traffic("concurrency shift", 2.0),
 }
 PUBLISHED_POLICIES = ("v1", "eb", "ebplus")
-_METRICS3 = (
-    ("total_tokens_per_s", "tokens/s", "total_token_throughput", 1.0),
-    ("ttft_s", "TTFT s", "mean_ttft_ms", 1e-3),
-    ("tpot_ms", "TPOT ms", "mean_tpot_ms", 1.0),
-)
+_METRICS3 = ("total_tokens_per_s", "ttft_s", "tpot_ms")
 
 
 @cache
@@ -94,7 +91,8 @@ def _section3(options: PaperOptions, store: RunStore, device: str, model: str) -
     rows: list[tuple[Value, ...]] = []
     for name, traffic in TRAFFIC.items():
         cells = {policy: table3_cells(options, device, model, name, policy) for policy in policies}
-        for metric, title, key, scale in _METRICS3:
+        for metric in _METRICS3:
+            title, key, scale = METRICS[metric]
             ours = {policy: mean_figure(store, repeats, key, scale) for policy, repeats in cells.items()}
             rows.append((traffic.title, title, *policy_row(_published3(device, model, name, metric), ours, gain=False)))
     columns = labels("scenario", "metric") + policy_columns(PUBLISHED_POLICIES, _further3(options), gain="")
@@ -182,12 +180,9 @@ def _section18(options: PaperOptions, store: RunStore, device: str, model: str) 
     return Section(f"{gpu_title(device)}, {model}", (*labels("TTFT ≤", "TPOT ≤"), *columns), tuple(rows))
 
 
-def _content18(options: PaperOptions, store: RunStore) -> Sections:
-    return [_section18(options, store, *setting) for setting in _settings(options, "rtx-pro-6000")]
-
-
 TABLE18 = PaperTable(
-    "table18", _cells18, ("device", "model", "policy", "num_prompts", "ttft", "tpot"), _content18,
+    "table18", _cells18, ("device", "model", "policy", "num_prompts", "ttft", "tpot"),
+    each(_section18, lambda options: _settings(options, "rtx-pro-6000")),
     published_on=Published(("rtx-pro-6000",), (MAIN_MODEL,)),
 )  # fmt: skip
 
@@ -311,12 +306,8 @@ def _adapted(phase: Phase | None) -> str | None:
     return f"{controller.controller_s:.1f} s ({controller.controller_requests:,}; {controller.switches})"
 
 
-def _adaptation_content(options: PaperOptions, store: RunStore) -> Sections:
-    settings = product(_adaptation_devices(options), SCENARIOS)
-    return [_adaptation_section(options, store, *setting) for setting in settings]
-
-
 ADAPTATION = PaperTable(
-    "adaptation", _adaptation_cells, ("device", "model", "policy"), _adaptation_content,
+    "adaptation", _adaptation_cells, ("device", "model", "policy"),
+    each(_adaptation_section, lambda options: product(_adaptation_devices(options), SCENARIOS)),
     published_on=Published(tuple(RATES_PER_S), (MAIN_MODEL,)),
 )  # fmt: skip

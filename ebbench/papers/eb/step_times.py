@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -335,48 +335,37 @@ def _indices(times: Mapping[float, float]) -> tuple[float, float]:
     return alone, together
 
 
-def _our_indices(device: str, model: str) -> list[tuple[Value, ...]]:
-    cost = table_cost_of(device, model)
-    parts = {r: step_parts(cost, composed(KAPPA_TOKENS, r, CONTEXT_TOKENS)) for r in KAPPA_SHARES}
-    gpu, source = gpu_title(device), f"ours, context {CONTEXT_TOKENS}"
-    return [
-        (gpu, model, f"{source}: kernels of a step", *_indices({r: sum(part) for r, part in parts.items()})),
-        (gpu, model, f"{source}: attention alone", *_indices({r: part.attention_s for r, part in parts.items()})),
-    ]
-
-
-def _published_index() -> tuple[Value, ...]:
-    """The published step times of 4,096 tokens; their GPU is in doubt."""
+def _kappa_rows(options: PaperOptions) -> Iterator[tuple[Value, ...]]:
+    """Of the published step times, of the published costs of mixed batches, and of ours."""
     times = {}
     for row in rows("iteration_time_qwen3_4b", "eb_vllm"):
         decodes = int(row["num_decode"])
         if decodes + int(row["num_prefill"]) * int(row["prefill_tokens"]) == KAPPA_TOKENS:
             times[decodes / KAPPA_TOKENS] = float(row["mean_ms"])
-    return "Blackwell by name, H200 by slope", "qwen3-4b", "published step times, eager, context 32", *_indices(times)
-
-
-def _published_cost_indices() -> list[tuple[Value, ...]]:
-    lines: list[tuple[Value, ...]] = []
+    gpu = "Blackwell by name, H200 by slope"  # the published times' GPU is in doubt
+    yield gpu, "qwen3-4b", "published step times, eager, context 32", *_indices(times)
     for row in rows("beta_mb", "eb_vllm"):
         gpu = gpu_title("h200" if "H200" in row["device_name"] else "rtx-pro-6000")
         a, b, c = (float(row[f"{name}_s_per_token"]) for name in "abc")
-        lines.append((gpu, "qwen3-8b", "published cost of mixed batches, v1 runs", c / (a + b + c), None))
-    return lines
+        yield gpu, "qwen3-8b", "published cost of mixed batches, v1 runs", c / (a + b + c), None
+    model, source = options.model(FIGURE1_MODEL), f"ours, context {CONTEXT_TOKENS}"
+    for device in options.devices or GPUS:
+        cost, gpu = table_cost_of(device, model), gpu_title(device)
+        parts = {r: step_parts(cost, composed(KAPPA_TOKENS, r, CONTEXT_TOKENS)) for r in KAPPA_SHARES}
+        yield gpu, model, f"{source}: kernels of a step", *_indices({r: sum(part) for r, part in parts.items()})
+        yield gpu, model, f"{source}: attention alone", *_indices({r: part.attention_s for r, part in parts.items()})
 
 
-def _kappa_document(options: PaperOptions, store: RunStore) -> Sections:
+def _kappa_sections(options: PaperOptions, _store: RunStore) -> Sections:
     columns = (
         *labels("GPU", "model", "from"),
         *(Column(name, group="index over", show="{:+.2f}".format) for name in ("mixed steps", "all steps")),
     )
-    model = options.model(FIGURE1_MODEL)
-    ours = [row for device in options.devices or GPUS for row in _our_indices(device, model)]
-    table = (_published_index(), *_published_cost_indices(), *ours)
-    return [Section("", columns, table)]
+    return [Section("", columns, tuple(_kappa_rows(options)))]
 
 
 KAPPA = PaperTable(
-    "kappa", no_cells, ("device", "model"), _kappa_document, published_on=Published(GPUS, (FIGURE1_MODEL,)),
+    "kappa", no_cells, ("device", "model"), _kappa_sections, published_on=Published(GPUS, (FIGURE1_MODEL,)),
     facts=globals(),
 )  # fmt: skip
 
@@ -384,29 +373,23 @@ KAPPA = PaperTable(
 # Table 1 of the EB paper: the four GPUs' bandwidth and arithmetic, beside the device profiles. It needs no runs.
 
 TABLE1_DEVICES = ("b300", "h200", "rtx-pro-6000", "l40s")
-_TABLE1 = "table1_gpus"
 
 
-def _table1_row(device: str) -> tuple[Value, ...]:
-    profile, gpu = find_profile(device), gpu_title(device)
-    bandwidth, rate = profile.bandwidth_bytes_per_s, profile.bf16_flops_per_s
-    row: list[Value] = [gpu]
-    for column, ours in (
-        ("bandwidth_tb_per_s", bandwidth / 1e12), ("fp16_tflops", rate / 1e12), ("flop_per_byte", rate / bandwidth),
-    ):  # fmt: skip
-        row += comparison(pick(_TABLE1, column, gpu=gpu), ours)
-    return tuple(row)
-
-
-def _table1_document(options: PaperOptions, store: RunStore) -> Sections:
-    columns: tuple[Column, ...] = labels("GPU")
-    for title in ("TB/s", "16-bit TFLOPS", "FLOP/B"):
-        columns += compared(title)
-    rows = tuple(_table1_row(device) for device in options.devices or TABLE1_DEVICES)
-    return [Section("", columns, rows)]
+def _table1_sections(options: PaperOptions, _store: RunStore) -> Sections:
+    columns = (*labels("GPU"), *(column for title in ("TB/s", "16-bit TFLOPS", "FLOP/B") for column in compared(title)))
+    table = []
+    for device in options.devices or TABLE1_DEVICES:
+        profile, row = find_profile(device), list[Value]([gpu_title(device)])
+        bandwidth, rate = profile.bandwidth_bytes_per_s, profile.bf16_flops_per_s
+        for column, ours in (
+            ("bandwidth_tb_per_s", bandwidth / 1e12), ("fp16_tflops", rate / 1e12), ("flop_per_byte", rate / bandwidth),
+        ):  # fmt: skip
+            row += comparison(pick("table1_gpus", column, gpu=gpu_title(device)), ours)
+        table.append(tuple(row))
+    return [Section("", columns, tuple(table))]
 
 
 TABLE1 = PaperTable(
-    "eb-table1", no_cells, ("device",), _table1_document, aliases=("table1", "1"),
+    "eb-table1", no_cells, ("device",), _table1_sections, aliases=("table1", "1"),
     published_on=Published(TABLE1_DEVICES, ()),
 )  # fmt: skip

@@ -33,6 +33,7 @@ from ebbench.papers.table import (
     Published,
     Sections,
     beside,
+    each,
     figure,
     mean_figure,
     of_all,
@@ -356,12 +357,9 @@ def _section13(options: PaperOptions, store: RunStore, name: str) -> Section:
     return Section(name, labels("theta") + beside("tokens/s", SLOW) + beside("% of peak", SLOW), tuple(rows))
 
 
-def _document13(options: PaperOptions, store: RunStore) -> Sections:
-    return tuple(_section13(options, store, name) for name in _LENGTHS13)
-
-
 TABLE13 = PaperTable(
-    "table13", _cells13, ("device", "model", "policy", "num_prompts", "seeds"), _document13, whole=False,
+    "table13", _cells13, ("device", "model", "policy", "num_prompts", "seeds"),
+    each(_section13, lambda _options: product(_LENGTHS13)), whole=False,
     published_on=Published(("rtx-pro-6000",), (MAIN_MODEL,)), facts=globals(),
 )  # fmt: skip
 
@@ -523,19 +521,15 @@ def _correction_section(options: PaperOptions, store: RunStore, title: str, devi
     return Section(title, columns, tuple(rows))
 
 
-def _correction_sections(options: PaperOptions, store: RunStore) -> Sections:
-    return [_correction_section(options, store, title, costs) for title, costs in _correction_costs(options).items()]
-
-
 def _correction_runs(options: PaperOptions, _store: RunStore, _sections: Sections) -> Iterator[str]:
     count = options.num_prompts or COUNT
     yield f"{count:,} requests on {gpu_title(options.device())}, {model_title(options.model())}."
 
 
 CORRECTION = PaperTable(
-    "corrections", _correction_cells, ("device", "model", "num_prompts", "seeds"), _correction_sections,
-    findings=_correction_runs, whole=False, published_on=Published((DEFAULT_DEVICE,), (DEFAULT_MODEL,)),
-    facts=globals(),
+    "corrections", _correction_cells, ("device", "model", "num_prompts", "seeds"),
+    each(_correction_section, lambda options: _correction_costs(options).items()), findings=_correction_runs,
+    whole=False, published_on=Published((DEFAULT_DEVICE,), (DEFAULT_MODEL,)), facts=globals(),
 )  # fmt: skip
 
 

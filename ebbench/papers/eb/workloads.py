@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
 from ebbench.analysis.documents import (
@@ -26,10 +26,11 @@ from ebbench.papers.protocols import protocol_cells, real_protocol, synthetic_pr
 from ebbench.papers.published import (
     GPUS,
     MAIN_MODEL,
+    METRICS,
     MODELS,
     SYNTHETIC,
     WORKLOADS,
-    best_config,
+    best_sizes,
     gpu_title,
     model_title,
     pick,
@@ -40,6 +41,7 @@ from ebbench.papers.table import (
     Published,
     Sections,
     beside,
+    each,
     figure,
     policy_columns,
     policy_row,
@@ -198,8 +200,8 @@ _WEIGHT = {"wildchat": 20.0, "numinamath": 10.0}
 
 def table2_cell(options: PaperOptions, device: str, model: str, workload: str, policy: str) -> RunSpec:
     """The cell of one number, at the published best configuration."""
-    tokens, seqs = best_config(device, policy, workload, model)
-    return real_cell(options, device, model, workload, policy, (seqs, tokens), _WEIGHT.get(workload, 1.0))
+    sizes = best_sizes(device, policy, workload, model)
+    return real_cell(options, device, model, workload, policy, sizes, _WEIGHT.get(workload, 1.0))
 
 
 def _keys2(options: PaperOptions) -> list[tuple[str, str, str]]:
@@ -256,24 +258,18 @@ def _cells17(options: PaperOptions) -> list[RunSpec]:
     return [_cell17(options, d, w, p) for d in devices for w in workloads for p in POLICIES]
 
 
-def _row17(options: PaperOptions, store: RunStore, device: str, workload: str) -> tuple[Value, ...]:
-    ours = {p: figure(store, _cell17(options, device, workload, p), "request_throughput") for p in POLICIES}
-    printed = {p: pick("table17_gemma_rps", p, gpu=gpu_title(device), workload=workload) for p in POLICIES}
-    return (WORKLOADS.get(workload, workload), *policy_row(printed, ours))
-
-
-def _content17(options: PaperOptions, store: RunStore) -> Sections:
-    columns = labels("workload") + policy_columns(POLICIES)
-    sections = []
-    for device in options.devices or GPUS:
-        rows = [_row17(options, store, device, workload) for workload in options.workloads or WORKLOADS]
-        sections.append(Section(gpu_title(device), columns, (*rows, average_row(rows, columns, "Average"))))
-    return sections
+def _section17(options: PaperOptions, store: RunStore, device: str) -> Section:
+    columns, rows = labels("workload") + policy_columns(POLICIES), []
+    for workload in options.workloads or WORKLOADS:
+        ours = {p: figure(store, _cell17(options, device, workload, p), "request_throughput") for p in POLICIES}
+        printed = {p: pick("table17_gemma_rps", p, gpu=gpu_title(device), workload=workload) for p in POLICIES}
+        rows.append((WORKLOADS.get(workload, workload), *policy_row(printed, ours)))
+    return Section(gpu_title(device), columns, (*rows, average_row(rows, columns, "Average")))
 
 
 TABLE17 = PaperTable(
-    "table17", _cells17, ("device", "workload", "num_prompts", "outputs"), _content17,
-    published_on=Published(tuple(GPUS), (MODEL17,)),
+    "table17", _cells17, ("device", "workload", "num_prompts", "outputs"),
+    each(_section17, lambda options: product(options.devices or GPUS)), published_on=Published(tuple(GPUS), (MODEL17,)),
 )  # fmt: skip
 
 
@@ -281,11 +277,6 @@ TABLE17 = PaperTable(
 
 DEVICES4 = ("b300", "l40s")
 _MODEL4, _WORKLOAD4 = "qwen3-8b", "wildchat"
-_TABLE4_METRICS = (
-    ("rps", "requests/s", "request_throughput", 1.0),
-    ("ttft_s", "TTFT s", "mean_ttft_ms", 1e-3),
-    ("tpot_ms", "TPOT ms", "mean_tpot_ms", 1.0),
-)
 WHAT_IF_DEVICE = "l40s"
 FACTORS = (1.0, 2.0, 4.0, 8.0)
 _MEASURED_MIXED = ("rtx-pro-6000", "rtx-4090")
@@ -314,7 +305,8 @@ def _table4_cells(options: PaperOptions) -> list[RunSpec]:
 def _table4_rows(options: PaperOptions, store: RunStore, device: str) -> list[tuple[Value, ...]]:
     gpu, as_published = gpu_title(device), options.model(_MODEL4) == _MODEL4
     rows = []
-    for column, title, key, scale in _TABLE4_METRICS:
+    for column in ("rps", "ttft_s", "tpot_ms"):
+        title, key, scale = METRICS[column]
         ours = {p: figure(store, _table4_cell(options, device, p), key, scale) for p in POLICIES}
         printed = {p: pick("table4_gpus_wildchat", column, gpu=gpu, scheduler=p) for p in POLICIES}
         rows.append((gpu, title, *policy_row(printed if as_published else dict.fromkeys(POLICIES), ours)))
@@ -437,8 +429,8 @@ _ITL: Metric = ("mean_itl_ms", "itl_s", "ITL, s", 1e-3)
 
 
 def _cell4(options: PaperOptions, device: str, workload: str, policy: str) -> RunSpec:
-    tokens, seqs = best_config(device, policy, workload, MAIN_MODEL)
-    return real_cell(options, device, options.model(), workload, policy, (seqs, tokens))
+    sizes = best_sizes(device, policy, workload, MAIN_MODEL)
+    return real_cell(options, device, options.model(), workload, policy, sizes)
 
 
 def _cells4(options: PaperOptions) -> list[RunSpec]:
@@ -487,8 +479,8 @@ def _chart5(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 def _cell6(options: PaperOptions, model: str, policy: str) -> RunSpec:
     device = options.device()
-    tokens, seqs = best_config(device, policy, "wildchat", MAIN_MODEL)
-    return real_cell(options, device, model, "wildchat", policy, (seqs, tokens), weight=20)
+    sizes = best_sizes(device, policy, "wildchat", MAIN_MODEL)
+    return real_cell(options, device, model, "wildchat", policy, sizes, weight=20)
 
 
 def _cells6(options: PaperOptions) -> list[RunSpec]:

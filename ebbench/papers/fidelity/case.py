@@ -60,16 +60,6 @@ class Case:
     refused: str = ""
 
 
-def best_settings() -> dict[tuple[str, str, str, str], tuple[int, int]]:
-    """(max_num_seqs, max_num_batched_tokens) of tables 14 and 15, by GPU, model, workload and scheduler."""
-    settings: dict[tuple[str, str, str, str], dict[str, int]] = {}
-    for row in reference_rows("paper_tables/table14_15_best_config_and_sensitivity.csv"):
-        if row["metric"].startswith("max_num_"):
-            key = (row["gpu"], row["model"], row["workload"], row["scheduler"])
-            settings.setdefault(key, {})[row["metric"]] = int(row["value"])
-    return {key: (v["max_num_seqs"], v["max_num_batched_tokens"]) for key, v in settings.items()}
-
-
 def reference_rows(name: str) -> list[dict[str, str]]:
     """Rows of a bundled reference CSV. Raises DataError if it is missing."""
     path = bundled_dir("reference") / name

@@ -19,7 +19,6 @@ from ebbench.papers.fidelity.case import (
     MODELS,
     Case,
     Published,
-    best_settings,
     reference_rows,
 )
 from ebbench.papers.fidelity.cases_gpustack import fused_sampler, gpustack
@@ -32,7 +31,7 @@ from ebbench.papers.protocols import (
     synthetic_protocol,
     table3_protocol,
 )
-from ebbench.papers.published import best_config
+from ebbench.papers.published import best_sizes
 from ebbench.spec.server import OFF
 
 CLIENT_LIMIT = "the authors' client gave requests up after 120 s, and message lengths were not published"
@@ -98,7 +97,6 @@ def real_workloads() -> Iterator[Case]:
     Left out: v0, which was measured with a separate code base, and Gemma-3-1B-IT, which has no throughput in table 2
     and whose values in figure 5 the source marks as doubtful.
     """
-    best = best_settings()
     latency = {
         (r["gpu"], r["model"], r["workload"], r["method"]): r for r in reference_rows("eb_vllm/figure5_latency.csv")
     }
@@ -112,10 +110,10 @@ def real_workloads() -> Iterator[Case]:
                 Published("ttft_mean_s", float(read_off["ttft_s"]), "figure 5", not note, note),
                 Published("tpot_mean_ms", float(read_off["tpot_ms"]), "figure 5", not note, note),
             )
-            name, model = row["workload"], MODELS[row["model"]]
+            name, model, device = row["workload"], MODELS[row["model"]], DEVICES[row["gpu"]]
+            sizes = best_sizes(device, scheduler, name.lower(), model)
             yield Case(
-                name, DEVICES[row["gpu"]], model, scheduler,
-                real_protocol(name.lower(), model, scheduler, best[*key, scheduler]), published,
+                name, device, model, scheduler, real_protocol(name.lower(), model, scheduler, sizes), published,
                 fitted=key == GEMM_FACTOR_ROW, group="table 2 and figure 5",
             )  # fmt: skip
 
@@ -166,14 +164,14 @@ def figure4() -> Iterator[Case]:
         if scheduler is None:
             continue
         device, name = DEVICES[row["gpu"]], row["workload"].lower()
-        tokens, seqs = best_config(device, scheduler, name, "qwen3-8b")
+        sizes = best_sizes(device, scheduler, name, "qwen3-8b")
         published = (
             Published("requests_per_s", float(row["rps"]), "figure 4"),
             Published("ttft_mean_s", float(row["ttft_s"]), "figure 4"),
             Published("itl_mean_ms", 1e3 * float(row["itl_s"]), "figure 4"),
         )
         yield Case(
-            row["workload"], device, "qwen3-8b", scheduler, synthetic_protocol(name, scheduler, (seqs, tokens)),
+            row["workload"], device, "qwen3-8b", scheduler, synthetic_protocol(name, scheduler, sizes),
             published, group="figure 4",
         )  # fmt: skip
 

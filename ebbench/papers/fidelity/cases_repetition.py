@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ebbench.papers.eb.disaggregation import FIXED_THRESHOLD, TWO, two_gpus
-from ebbench.papers.fidelity.case import FIT_ROWS, GEMM_FACTOR_WORKLOAD, Case, Published, best_settings, reference_rows
+from ebbench.papers.fidelity.case import FIT_ROWS, GEMM_FACTOR_WORKLOAD, Case, Published, reference_rows
 from ebbench.papers.protocols import (
     Protocol,
     ebplus_as_run,
@@ -37,7 +37,7 @@ from ebbench.papers.protocols import (
     real_protocol,
     table3_protocol,
 )
-from ebbench.papers.published import MODELS
+from ebbench.papers.published import best_sizes
 
 FILE = "eb_repetition/h200.csv"
 GROUP = "authors' repetition"
@@ -69,20 +69,26 @@ def _fitted(case: str, model: str) -> bool:
 def _protocol(case: str, model: str, scheduler: str) -> Protocol:
     table, _, detail = case.partition(", ")
     if table == "table 2":
-        return _real(detail, model, scheduler)
+        sizes = best_sizes(DEVICE, scheduler, detail.lower(), model)
+        lengths_of = "qwen3-30b-a3b" if detail == "ShareGPT" else model
+        return real_protocol(detail.lower(), lengths_of, scheduler, sizes)
     if table == "table 3":
         return replace(table3_protocol(detail, scheduler, DEVICE), policy=_later_policy(scheduler))
     if table == "figure 3":
         return figure3_protocol(detail, scheduler)
     if table == "concurrency shift":
-        return _concurrency_shift(detail.removeprefix("c="), scheduler)
+        concurrency = detail.removeprefix("c=")
+        whole = table3_protocol("concurrency_shift", scheduler, DEVICE)
+        plan = {**whole.plan, "num_prompts": SHIFT_REQUESTS[concurrency], "max_concurrency": int(concurrency)}
+        return replace(whole, plan=plan, policy=_later_policy(scheduler), concurrencies=())
     if table == "distribution shift":
         return _distribution_shift(scheduler, earlier=bool(detail))
     if table == "table 19":
         protocol = two_gpus(TWO[scheduler], DEVICE, int(detail.removeprefix("c=")))
         mixed = scheduler.startswith("ebplus")
         return replace(protocol, policy=_mixed_only(**FIXED_THRESHOLD)) if mixed else protocol
-    return _long_context(scheduler)
+    policy = _mixed_only(**FIXED_THRESHOLD) if scheduler == "ebplus" else scheduler
+    return long_context_protocol(policy, 32_768, 8, max_model_len=40_960)
 
 
 def _later_policy(scheduler: str) -> str:
@@ -95,23 +101,6 @@ def _mixed_only(**settings: float | bool) -> str:
     return ebplus_as_run(DEVICE, margin=MIXED_ONLY_MARGIN, **settings)
 
 
-def _real(workload: str, model: str, scheduler: str) -> Protocol:
-    sizes = best_settings()["H200", MODELS[model], workload, scheduler]
-    lengths_of = "qwen3-30b-a3b" if workload == "ShareGPT" else model
-    return real_protocol(workload.lower(), lengths_of, scheduler, sizes)
-
-
-def _concurrency_shift(concurrency: str, scheduler: str) -> Protocol:
-    whole = table3_protocol("concurrency_shift", scheduler, DEVICE)
-    plan = {**whole.plan, "num_prompts": SHIFT_REQUESTS[concurrency], "max_concurrency": int(concurrency)}
-    return replace(whole, plan=plan, policy=_later_policy(scheduler), concurrencies=())
-
-
 def _distribution_shift(scheduler: str, *, earlier: bool) -> Protocol:
     protocol = table3_protocol("distribution_shift", scheduler, DEVICE)
     return replace(protocol, policy=_mixed_only()) if earlier and scheduler == "ebplus" else protocol
-
-
-def _long_context(scheduler: str) -> Protocol:
-    policy = _mixed_only(**FIXED_THRESHOLD) if scheduler == "ebplus" else scheduler
-    return long_context_protocol(policy, 32_768, 8, max_model_len=40_960)

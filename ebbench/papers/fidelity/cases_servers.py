@@ -8,8 +8,9 @@ from math import nan
 from ebbench.config.topology import parse_topology
 from ebbench.installation import REFERENCE
 from ebbench.papers.eb.disaggregation import FOUR, TWO, four_gpus, two_gpus
-from ebbench.papers.fidelity.case import CONNECTOR_SETTING, DEVICES, Case, Published, best_settings, reference_rows
+from ebbench.papers.fidelity.case import CONNECTOR_SETTING, DEVICES, Case, Published, reference_rows
 from ebbench.papers.protocols import Protocol, real_protocol
+from ebbench.papers.published import WORKLOADS, best_sizes
 
 SERVERS = "servers/vllm.csv"
 GROUP = "servers"
@@ -138,14 +139,13 @@ def silicon() -> Iterator[Case]:
 
 def table17() -> Iterator[Case]:
     """Gemma-3-1B-IT on real workloads (table 17); v0 was measured with another code base and is left out."""
-    best = best_settings()
     for row in reference_rows("paper_tables/table17_gemma_rps.csv"):
         if row["workload"] == "wildchat":
             continue  # message lengths were not published
         for scheduler in ("v1", "eb"):
             note = NUMINAMATH_NOTE if row["workload"] == "numinamath" else ""
-            title = {"sharegpt": "ShareGPT", "longbench": "LongBench", "numinamath": "NuminaMath"}[row["workload"]]
-            sizes = best[row["gpu"], "Gemma-3-1B-IT", title, scheduler]
+            title = WORKLOADS[row["workload"]]
+            sizes = best_sizes(DEVICES[row["gpu"]], scheduler, row["workload"], "gemma-3-1b-it")
             yield Case(
                 title, DEVICES[row["gpu"]], "gemma-3-1b-it", scheduler,
                 real_protocol(row["workload"], "gemma-3-1b-it", scheduler, sizes),

@@ -116,43 +116,49 @@ class AdaptiveDrafts:
     so drafts are nearly free; in a full batch they displace tokens that are certain.
     """
 
-    def __init__(self, with_all: CostGrid, without: CostGrid, most: int, max_num_seqs: int) -> None:
-        self._all, self._none, self._most = with_all, without, most
+    def __init__(self, with_all: CostGrid, without: CostGrid, drafts: Drafts, max_num_seqs: int) -> None:
+        self._all, self._none, self._most = with_all, without, (most := len(drafts.acceptance))
         self.lengths: Sequence[int] = (most,) * (max_num_seqs + 1)
         self._plans = 0
+        self._drafts = [drafts.cut(length) for length in range(most + 1)]  # by their length
 
     @staticmethod
     def of(spec: MarginalSpec, engine: EngineFacts, lengths: Lengths) -> AdaptiveDrafts | None:
         """None where all drafts are wanted."""
-        costs, most = engine.calibration, len(lengths.drafts.acceptance)
+        costs = engine.calibration
         if not spec.varies_drafts:
             return None
         assert costs.grid is not None  # undrafted is
         assert costs.undrafted is not None  # checked by the specification
-        return AdaptiveDrafts(costs.grid, costs.undrafted, most, engine.max_num_seqs)
+        return AdaptiveDrafts(costs.grid, costs.undrafted, lengths.drafts, engine.max_num_seqs)
 
     def plan(self, drafts: Drafts, context_tokens: float) -> None:
         """Choose the lengths anew. Every so often all tokens are drafted: what is never drafted has no known rate."""
         self._plans += 1
+        self._drafts = [drafts.cut(length) for length in range(self._most + 1)]
         size, chosen = 1, list(self.lengths)
         full = self._plans % DRAFT_ALL_EVERY == 0
         while size < len(chosen):
             until = max(size + 1, int(size * NEXT_SIZE))
-            length = self._most if full else self._best(drafts, size, context_tokens)
+            length = self._most if full else self._best(size, context_tokens)
             chosen[size:until] = [length] * (min(until, len(chosen)) - size)
             size = until
         self.lengths = tuple(chosen)
 
-    def _best(self, drafts: Drafts, seqs: int, context_tokens: float) -> int:
+    def _best(self, seqs: int, context_tokens: float) -> int:
         none_s, all_s = self._none.decode_s(seqs, context_tokens), self._all.decode_s(seqs, context_tokens)
         each_s = (all_s - none_s) / self._most
         return max(
-            range(self._most + 1), key=lambda length: drafts.cut(length).tokens_per_step / (none_s + length * each_s)
+            range(self._most + 1), key=lambda length: self._drafts[length].tokens_per_step / (none_s + length * each_s)
         )
 
     def length_at(self, seqs: float) -> int:
         """Drafted tokens per sequence of a step with so many sequences."""
         return self.lengths[min(max(round(seqs), 0), len(self.lengths) - 1)]
+
+    def drafts_at(self, seqs: float) -> Drafts:
+        """The drafts of a step with so many sequences."""
+        return self._drafts[self.length_at(seqs)]
 
     def _between(self, seqs: float, none_s: float, all_s: float) -> float:
         return none_s + (all_s - none_s) * self.length_at(seqs) / self._most
@@ -392,8 +398,7 @@ class MarginalPolicy(Strategy):
 
     def _drafts_of(self, seqs: int) -> Drafts:
         """The drafts of a step with so many sequences."""
-        drafts = self.lengths.drafts
-        return drafts if self._drafts is None else drafts.cut(self._drafts.length_at(seqs))
+        return self.lengths.drafts if self._drafts is None else self._drafts.drafts_at(seqs)
 
     @property
     def _one_token(self) -> bool:

@@ -1,7 +1,7 @@
 """vLLM's own scheduler tests: on vLLM as it is, then with the plugin under each policy.
 
     make vllm-tests
-    python -m tests.vllm.upstream [--policy POLICY ...] [--files NAME ...] [--folder DIR] [--jobs N]
+    python -m tests.vllm.upstream [--policy POLICY ...] [--files NAME ...] [-k EXPRESSION] [--folder DIR] [--jobs N]
 
 Each policy's tests run in a process of their own, one per CPU core at a time. Nine tenths of their time go to
 test_priority_scheduler_random.py, which makes 20,000 steps under each of twelve settings.
@@ -68,18 +68,18 @@ class Result:
 
 
 def run_each(
-    root: Path, redirect: Path, policies: tuple[str, ...], files: tuple[str, ...], jobs: int
+    root: Path, redirect: Path, policies: tuple[str, ...], files: tuple[str, ...], chosen: str, jobs: int
 ) -> Iterator[Result]:
     """Results under each policy, in their order; up to ``jobs`` policies run at the same time."""
     pool = ThreadPoolExecutor(jobs)
     try:
-        yield from pool.map(lambda policy: run(root, redirect, policy, files), policies)
+        yield from pool.map(lambda policy: run(root, redirect, policy, files, chosen), policies)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def run(root: Path, redirect: Path, policy: str, files: tuple[str, ...]) -> Result:
-    """Run the tests in these files under the policy, or STOCK."""
+def run(root: Path, redirect: Path, policy: str, files: tuple[str, ...], chosen: str) -> Result:
+    """Run the tests in these files under the policy, or STOCK. ``chosen``: an expression of pytest's ``-k``."""
     name = policy.partition(":")[0] or "stock"
     outcomes = root / f"{name}.jsonl"
     outcomes.unlink(missing_ok=True)
@@ -94,7 +94,7 @@ def run(root: Path, redirect: Path, policy: str, files: tuple[str, ...]) -> Resu
     paths = [f"tests/v1/{file}" if "/" in file else f"tests/v1/core/{file}" for file in files]
     command = [
         sys.executable, "-m", "pytest", "-q", "--noconftest", "-c", os.devnull, "--rootdir", ".", "--tb=native", "-rf",
-        "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "in_place",
+        "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "in_place", "-k", chosen,
         *[path for path in paths if (root / path).exists()],
     ]  # fmt: skip
     log = root / f"{name}.log"
@@ -128,6 +128,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument(
         "--files", nargs="+", help="Of vLLM's tests/v1/core, or FOLDER/NAME. Default: those that use a scheduler."
     )
+    parser.add_argument("-k", default="", metavar="EXPRESSION", help="As of pytest. Default: all tests.")
     parser.add_argument("--folder", type=Path, default=Path(sys.prefix) / "vllm-tests", help="Where they are kept.")
     parser.add_argument(
         "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="Policies at a time. Default: one per CPU core."
@@ -142,7 +143,7 @@ def main(words: list[str] | None = None) -> int:
     expected = compare.read_expected(HERE.parent / "differences.toml")
     redirect = models.build(root / "models")
     policies = tuple(options.policy or POLICIES)
-    results = run_each(root, redirect, (STOCK, *policies), files, options.jobs)
+    results = run_each(root, redirect, (STOCK, *policies), files, options.k, options.jobs)
     stock = next(results)
     print(
         f"stock vLLM {version}: {stock.count(compare.PASSED)} passed, {stock.count(compare.FAILED)} failed, "
