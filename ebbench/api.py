@@ -242,7 +242,7 @@ class CapacityResult(Shown):
 
         search, outcomes = self.searched.search, self.searched.outcomes
         by = search.by_concurrency
-        remarks = sentences.remarks(outcomes, search.limits, by, self.searched.api_servers_left_out, bars=False)
+        remarks = sentences.remarks(outcomes, search.limits, by, bars=False)
         notes = (*remarks, *search.notes, *sentences.caveats(outcomes, by))
         title = sentences.announce(search.limits, by).removeprefix("searching for the ")
         document = Document("capacity", title[0].upper() + title[1:], (sentences.table(outcomes, by),), notes)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +15,13 @@ from ebbench.engines.base import refuse_undecided
 from ebbench.engines.setup import make_engine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.process.termination import held
-from ebbench.records.run import NotStoredError, Run, default_run_dir, new_directory, slug, unused
+from ebbench.records.run import NotStoredError, default_run_dir, new_directory, slug, unused
 from ebbench.runs import prepare
-from ebbench.runs.api_server import CODE, ApiServerBusyError, again_if_busy
 from ebbench.runs.execute import measured, planned
 from ebbench.runs.file import FURTHER
 from ebbench.runs.prepare import Series, needs_saturation, parse_series
 from ebbench.spec.run import stored_form
-from ebbench.spec.server import AUTO, VIRTUAL_TIME, is_server
+from ebbench.spec.server import VIRTUAL_TIME, is_server
 
 if TYPE_CHECKING:
     from ebbench.analysis.summary import Summary
@@ -225,9 +222,7 @@ def dry_run(series: Series, output: Output, further: Mapping[str, Any]) -> None:
         settings = stored_form(series.spec) | {"labels": labels, "policy": names, "repeats": series.repeats}
         sys.stdout.write(json.dumps({"engine": sentence, "settings": settings}, indent=2, default=str) + "\n")
         return
-    api_server = AUTO if series.api_server_if_busy else series.spec.server.api_server
-    stated = {"policy": names, "api_server": api_server, **further}
-    sys.stdout.write(f"# {runs}\n# {sentence}\n" + as_toml(series.spec, stated))
+    sys.stdout.write(f"# {runs}\n# {sentence}\n" + as_toml(series.spec, {"policy": names, **further}))
 
 
 def run_policies(series: Series, output: Output) -> None:
@@ -252,13 +247,6 @@ def make_runs(series: Series, output: Output, messages: Console, done: MadeRuns)
     """
     series.check()
     output.check(series)
-    again_if_busy(
-        lambda served: _run_all(series.with_api_server() if served else series, output, messages, done),
-        partial(messages.say, quiet=output.quiet),
-    )
-
-
-def _run_all(series: Series, output: Output, messages: Console, done: MadeRuns) -> None:
     engine, sentence = make_engine(series.spec)
     refuse_undecided(getattr(engine, "topology", None), series.policies)
     series.check_prompts(engine)
@@ -266,7 +254,7 @@ def _run_all(series: Series, output: Output, messages: Console, done: MadeRuns) 
     series = _saturated(series, output, engine, device, messages)
     plan = planned(series, series.spec.plan.seed, device, messages, quiet=output.quiet)
     series = series.labelled(engine)
-    if not done.begun and not output.quiet:
+    if not output.quiet:
         announce(series, engine, sentence, plan, messages)
     done.begun = True
     try:
@@ -323,8 +311,6 @@ def _run_one(series: Series, output: Output, ready: Prepared, messages: Console,
 def _take_up(series: Series, output: Output, stored: Executed, done: MadeRuns) -> None:
     """Keep a stored run in ``done``, and export it if that was asked for."""
     run = stored.run
-    if series.api_server_if_busy:
-        _refuse_busy(run, done)
     result = result_of(run, summary=stored.summary)
     done.results.append(replace(result, run=replace(run, tables={})))  # in memory only while they are needed
     if output.save_as_vllm is not None:
@@ -332,17 +318,6 @@ def _take_up(series: Series, output: Output, stored: Executed, done: MadeRuns) -
 
         save_vllm_result(run, stored.summary, output.save_as_vllm)
     done.interrupted = run.manifest.interrupted
-
-
-def _refuse_busy(run: Run, done: MadeRuns) -> None:
-    """Raise ApiServerBusyError, without the runs so far, if ``run`` would have kept vLLM's API server busy."""
-    warning = next((stored for stored in run.manifest.warnings if stored.code == CODE), None)
-    if warning is None or run.manifest.interrupted:
-        return
-    for path in (run.path, *(result.run.path for result in done.results)):
-        shutil.rmtree(path)  # a comparison holds runs with the API server, or runs without it
-    done.results.clear()
-    raise ApiServerBusyError(warning)
 
 
 def in_order(series: Series, results: Sequence[RunResult]) -> list[RunResult]:

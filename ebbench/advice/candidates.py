@@ -51,15 +51,15 @@ def advice_question(given: Mapping[str, Any]) -> AdviceQuestion:
     chosen = batch_limits(find_profile(device), settings.get("vllm_version") or DEFAULT_VLLM)
     seqs = settings.get("max_num_seqs", chosen.max_num_seqs)
     budgets = asked.max_num_batched_tokens or default_budgets(seqs, chosen.max_num_batched_tokens)
-    names, workload = checked_server(settings), settings["workload"]
+    model, workload = checked_server(settings), settings["workload"]
     scenario = scenario_meant(workload, settings.get("scenario"), counted["request_rate"], None)
     spec = simulated(
-        workload, BASELINE, device, names["model"], seqs, budgets[0], scenario, weight=2.0, front_end_ms=None,
+        workload, BASELINE, device, model, seqs, budgets[0], scenario, weight=2.0, in_front=True,
         **plan_arguments(workload, asked.num_prompts, settings),
     )  # fmt: skip
     return checked(
         AdviceQuestion(
-            spec.changed(**_of_server(settings | {"api_server": names["api_server"]}), **_topology(asked, settings)),
+            spec.changed(**_of_server(settings), **_topology(asked, settings)),
             asked.seeds,
             slo,
             tuple(policy.name for policy in parse_policies(asked.policy)) or default_policies(slo, budgets, seqs),

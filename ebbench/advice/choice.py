@@ -169,7 +169,7 @@ class AdviceQuestion:
     @property
     def server(self) -> Mapping[str, Any]:
         """Settings of the server and its topology that differ from their defaults, by name."""
-        names = ("topology", "link", *version_defaults(self.spec.server.vllm_version), "api_server", *OF_A_SERVER)
+        names = ("topology", "link", *version_defaults(self.spec.server.vllm_version), *OF_A_SERVER)
         known, values = known_settings(), settings_of(self.spec)
         own = {name: values[name] for name in dict.fromkeys(names) if name != "max_model_len"}
         return {name: value for name, value in own.items() if value is not None and value != known[name].default}

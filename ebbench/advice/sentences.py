@@ -21,7 +21,7 @@ from ebbench.engines.base import rank_notes
 from ebbench.records.warnings import Texts
 from ebbench.render.numbers import DASH, change, count, duration_ms, finite, listed, percent, rate, sentence
 from ebbench.render.tables import framed
-from ebbench.spec.server import version_defaults
+from ebbench.spec.server import ENGINE_ALONE, version_defaults
 from vllm_eb.policies.cadence import CadenceSpec
 from vllm_eb.policies.v1 import V1
 from vllm_eb.policy import PolicySpec, parse_policy
@@ -379,8 +379,8 @@ def _of_device(question: AdviceQuestion) -> dict[str, Any]:
     """The server's settings that `ebbench devices show` also takes: those of one engine, without shared experts."""
     topology = topology_asked(question)
     tp = topology.pools[0].tp if topology else 1
-    left_out = ("api_server", "topology", *(() if tp > 1 else ("link",)))
-    shown = {name: value for name, value in question.server.items() if not name.startswith(left_out)}
+    left_out = (*ENGINE_ALONE, "topology", *(() if tp > 1 else ("link",)))
+    shown = {name: value for name, value in question.server.items() if name not in left_out}
     return {**({"tp": tp} if tp > 1 else {}), **shown}
 
 

@@ -28,13 +28,9 @@ from ebbench.analysis.summary import summarise
 from ebbench.analysis.validity import by_policy, told_once
 from ebbench.engines.base import check_options
 from ebbench.errors import UsageError
-from ebbench.records.warnings import RunWarning
-from ebbench.render.documents import Console
-from ebbench.runs.api_server import ApiServerBusyError, again_if_busy, left_out_of
 from ebbench.runs.prepare import device_of, plan_of
 from ebbench.runs.store import RunStore, with_progress
 from ebbench.spec.run import RunSpec
-from ebbench.spec.server import DEFAULT_CLASS
 from ebbench.traffic.spec import load_scenario
 from ebbench.workloads.options import PlanOptions
 from vllm_eb.policy import least_seqs, parse_policy
@@ -212,9 +208,8 @@ def probe(pairs: Mapping[float, tuple[RunSpec, RunSpec]], store: RunStore, *, lo
 
 @dataclass(frozen=True)
 class Effort:
-    """How the runs of an advice are made. ``served``: simulate the API server too if a candidate keeps it busy."""
+    """How the runs of an advice are made."""
 
-    served: bool = False
     crossover: bool = True
     tune: bool = False
     workers: int | None = None
@@ -224,18 +219,8 @@ class Effort:
 def find_advice(question: AdviceQuestion, store: RunStore, effort: Effort) -> Advice:
     """Search, probe the crossovers and tune, as far as that is asked for. Raises UsageError, RunError."""
     carry_out = partial(with_progress, store=store, workers=effort.workers, quiet=effort.quiet)
-
-    def attempt(served: bool) -> tuple[AdviceQuestion, SearchResult]:
-        asked = replace(question, spec=question.spec.changed(api_server=DEFAULT_CLASS)) if served else question
-        make = partial(carry_out, whole=bool(asked.slo))
-        searched = search(asked, make, lambda cell: objective(asked, store, cell))
-        busy = api_server_left_out(asked, store, searched.finalists)
-        if busy is not None and effort.served and not served:
-            raise ApiServerBusyError(busy)
-        return asked, searched
-
-    messages = Console(stderr=True, highlight=False)
-    question, searched = again_if_busy(attempt, partial(messages.say, quiet=effort.quiet))
+    make = partial(carry_out, whole=bool(question.slo))
+    searched = search(question, make, lambda cell: objective(question, store, cell))
     if effort.crossover:
         load = expected_load(question, store)
         pairs = [*concurrency_cells(question, load).values(), *mix_cells(question, load).values()]
@@ -264,7 +249,7 @@ def advise(question: AdviceQuestion, store: RunStore, searched: SearchResult, *,
         probe(mix_cells(question, load), store, log=False) if with_crossover else None,
         notes=(
             *map(str, plan.warnings), *_caveats(question, store, searched.finalists),
-            *filter(None, [time_note(plan.facts), _api_server(question, store, searched.finalists)]),
+            *filter(None, [time_note(plan.facts)]),
         ),
         dropped=searched.dropped, engines=engines,
     )  # fmt: skip
@@ -279,24 +264,6 @@ def _caveats(question: AdviceQuestion, store: RunStore, finalists: Sequence[Budg
         if (result := store.get(candidate(question, pair.policy, seed, pair.max_num_batched_tokens))) is not None
     ]
     return told_once([caveats for _, caveats in made], by_policy([policy for policy, _ in made]))
-
-
-def _api_server(question: AdviceQuestion, store: RunStore, finalists: Sequence[BudgetedPolicy]) -> str:
-    warning = api_server_left_out(question, store, finalists)
-    return "" if warning is None else str(warning).rstrip(".")
-
-
-def api_server_left_out(
-    question: AdviceQuestion, store: RunStore, finalists: Sequence[BudgetedPolicy]
-) -> RunWarning | None:
-    """A warning if the runs leave out an API server that one of the candidates would keep busy, by its first run."""
-    for pair in finalists:
-        cell = candidate(question, pair.policy, 0, pair.max_num_batched_tokens)
-        made = store.get(cell)
-        assert made is not None  # the caller made the run
-        if (warning := left_out_of(cell, made.figures)) is not None:
-            return warning
-    return None
 
 
 def score(question: AdviceQuestion, store: RunStore, finalists: Sequence[BudgetedPolicy]) -> tuple[PolicyScore, ...]:

@@ -13,7 +13,7 @@ from ebbench.config.declare import declared_in
 from ebbench.errors import UnknownNameError
 from ebbench.records.manifest import Manifest, PhaseFact
 from ebbench.records.warnings import ESTIMATED
-from ebbench.spec.server import OFF, EngineOptions
+from ebbench.spec.server import AUTO, OFF, EngineOptions
 from vllm_eb.policy import PolicyError, parse_policy, settings_in_effect
 
 # The load of a run (number and rate of sessions) and its machine (GPUs and scheduler limits).
@@ -234,7 +234,7 @@ def machine_of_run(manifest: Manifest) -> Machine:
         max_num_seqs=options.get("max_num_seqs"),
         link=str(facts.get("link") or ""),
         types=", ".join(f"{what} in {dtype}" for what, dtype in asked.items() if dtype),
-        api_server=_api_server(options),
+        api_server=_simulated_server(manifest),
         further=_further_limits(_in_effect(manifest)),
         reported=", ".join(parts),
         policy_known=not foreign or bool(reports.get("policy")),
@@ -253,10 +253,11 @@ _MAIN = {"max_num_batched_tokens", "max_num_seqs"}
 """Limits that are shown of every run."""
 
 
-def _api_server(options: Mapping[str, Any]) -> str:
+def _simulated_server(manifest: Manifest) -> str:
     """``datacenter x 2``: the class and, where given, how many processes; empty where it is off or not recorded."""
-    name, count = options.get("api_server") or OFF, options.get("api_server_count")
-    return "" if name == OFF else f"{name} x {count}" if count else str(name)
+    asked, count = manifest.options.get(API_SERVER), manifest.options.get(f"{API_SERVER}_count")
+    name = manifest.facts.get(API_SERVER) or asked  # runs of earlier versions have no such fact
+    return "" if name in (None, OFF, AUTO) else f"{name} x {count}" if count else str(name)
 
 
 def _number(value: Any) -> float | None:
@@ -284,11 +285,12 @@ _FIRST_OPTIONS = frozenset(
 def later_options() -> Mapping[str, Any]:
     """Options that older runs did not record, with the values that they ran with: the defaults."""
     declared = declared_in(EngineOptions)
-    return {name: option.default for name, option in declared.items() if name not in _FIRST_OPTIONS}
+    return {name: option.default for name, option in declared.items() if name not in _FIRST_OPTIONS} | {API_SERVER: OFF}
 
 
-FRONT_END_MS = "front_end_ms"
-"""Name of an option, and of the fact that says what was in effect: the option's value, else the device's."""
+FRONT_END_MS, API_SERVER = "front_end_ms", "api_server"
+"""Names of options, and of the facts that say what was in effect: the option's value, else the device's, and the class
+that was simulated under ``auto``."""
 JOINED = ("topology", "link", "replicas", "dispatch", "decode_dispatch", "vllm_options")
 """Facts that count as options if a run has them: topology of several engines, options passed to vLLM unchanged.
 
@@ -350,7 +352,11 @@ def _in_effect(manifest: Manifest) -> dict[str, Any]:
 
     A run of a version whose devices brought less differs in them, although both left them out.
     """
-    return manifest.options | {FRONT_END_MS: manifest.facts.get(FRONT_END_MS)}
+    asked = manifest.options.get(API_SERVER, OFF)
+    return manifest.options | {
+        FRONT_END_MS: manifest.facts.get(FRONT_END_MS),
+        API_SERVER: OFF if asked == AUTO else asked,  # where that simulates one, a warning says so
+    }
 
 
 def unusual_options(options: Mapping[str, Any]) -> str:

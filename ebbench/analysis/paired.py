@@ -19,15 +19,16 @@ from ebbench.analysis.environment import differences, listed, remedy
 from ebbench.analysis.statistics import confidence_sequence, detectable_loss, holm, paired_t
 from ebbench.analysis.units import DRAFTS, FIGURES, GateUnit, load_units
 from ebbench.analysis.verdict import (
-    GATED,
     Pair,
     drafts_apart,
     figures_by_class,
+    gated_by_default,
     left_out,
     measured_somewhere,
     pair_units,
     paired_losses,
     repeated_until_clear,
+    units_of,
     worse_by_gate,
 )
 from ebbench.errors import DataError, UnknownNameError
@@ -81,8 +82,9 @@ class PolicyContrasts:
     @property
     def identical(self) -> bool:
         """Whether the policy has the baseline's throughput and median latencies in every pair."""
-        tested = [contrast for contrast in self.contrasts if contrast.figure in GATED]
-        return len(tested) == len(GATED) and all(contrast.identical for contrast in tested)
+        gated = gated_by_default(units_of(self.pairs))
+        tested = [contrast for contrast in self.contrasts if contrast.figure in gated]
+        return len(tested) == len(gated) and all(contrast.identical for contrast in tested)
 
 
 @dataclass(frozen=True)
@@ -196,22 +198,28 @@ def _why_alone(groups: Mapping[str, Sequence[GateUnit]], allowed: Sequence[str])
 
 
 def _policy_contrasts(label: str, pairs: Sequence[Pair]) -> PolicyContrasts:
-    figures = [figure for figure in (*FIGURES, DRAFTS, *figures_by_class(pairs)) if measured_somewhere(figure, pairs)]
+    gated = gated_by_default(units_of(pairs))
+    shown = dict.fromkeys([*gated, *FIGURES, DRAFTS, *figures_by_class(pairs)])
+    figures = [figure for figure in shown if measured_somewhere(figure, pairs)]
     losses_by_figure = {figure: paired_losses(figure, pairs) for figure in figures}
     skipped = {figure: losses for figure, losses in losses_by_figure.items() if isinstance(losses, str)}
     contrasts = [_contrast(figure, pairs) for figure in losses_by_figure if figure not in skipped]
-    # Goodput if limits were given and it differs, request time if both keep up with the arrivals, else throughput.
-    sides = [[pair.baseline.steady_rate for pair in pairs], [pair.candidate.steady_rate for pair in pairs]]
-    known = [[rate for rate in side if rate is not None] for side in sides]
-    deciding = THROUGHPUT
-    if any(contrast.figure == GOODPUT and abs(contrast.change) >= TIE for contrast in contrasts):
-        deciding = GOODPUT
-    elif all(len(side) == len(pairs) for side in known) and alike([math.fsum(side) / len(side) for side in known]):
-        deciding = THROUGHPUT if isinstance(paired_losses(REQUEST_TIME, pairs), str) else REQUEST_TIME
-    if deciding == REQUEST_TIME:
+    deciding = _deciding(contrasts, pairs)
+    if deciding == REQUEST_TIME and deciding not in gated:
         contrasts.append(_contrast(deciding, pairs))
     worse, drafts = worse_by_gate(pairs), math.expm1(drafts_apart(pairs))
     return PolicyContrasts(label, tuple(pairs), tuple(contrasts), skipped, deciding, worse, drafts=drafts)
+
+
+def _deciding(contrasts: Sequence[Contrast], pairs: Sequence[Pair]) -> str:
+    """Goodput if limits were given and it differs, request time if both keep up with the arrivals, else throughput."""
+    if any(contrast.figure == GOODPUT and abs(contrast.change) >= TIE for contrast in contrasts):
+        return GOODPUT
+    sides = [[pair.baseline.steady_rate for pair in pairs], [pair.candidate.steady_rate for pair in pairs]]
+    known = [[rate for rate in side if rate is not None] for side in sides]
+    if all(len(side) == len(pairs) for side in known) and alike([math.fsum(side) / len(side) for side in known]):
+        return THROUGHPUT if isinstance(paired_losses(REQUEST_TIME, pairs), str) else REQUEST_TIME
+    return gated_by_default(units_of(pairs))[0]
 
 
 def _contrast(figure: str, pairs: Sequence[Pair]) -> Contrast:
@@ -236,12 +244,12 @@ def _contrast(figure: str, pairs: Sequence[Pair]) -> Contrast:
 
 def _adjusted(others: Sequence[PolicyContrasts]) -> list[PolicyContrasts]:
     """Apply Holm over all deciding figures of all policies, and add the effect detectable at the resulting level."""
-    tested = [(c, k) for c in others for k in c.contrasts if _decisive(k)]
+    tested = [(c, k) for c in others for k in c.contrasts if _decisive(c, k)]
     adjusted = iter(holm([contrast.p for _, contrast in tested if contrast.p is not None]))
     level = ALPHA / 2 / max(len(tested), 1)
 
     def leveled(policy: PolicyContrasts, contrast: Contrast) -> Contrast:
-        if _decisive(contrast):
+        if _decisive(policy, contrast):
             p_adjusted = next(adjusted)
             logs = [math.log(after / before) for before, after in _values(contrast.figure, policy.pairs)]
             mean = math.fsum(logs) / len(logs)
@@ -262,14 +270,16 @@ def _adjusted(others: Sequence[PolicyContrasts]) -> list[PolicyContrasts]:
     ]
 
 
-def _decisive(contrast: Contrast) -> bool:
+def _decisive(policy: PolicyContrasts, contrast: Contrast) -> bool:
     """Whether the figure decides: throughput and median latencies do; tails and goodput are only shown."""
-    return contrast.p is not None and contrast.figure in GATED
+    return contrast.p is not None and contrast.figure in gated_by_default(units_of(policy.pairs))
 
 
 def pairs_needed_by(comparison: PairedComparison) -> int:
     """Least number of pairs with which the comparison can show a difference."""
-    tests = sum(contrast.figure in GATED for c in comparison.others for contrast in c.contrasts)
+    tests = sum(
+        contrast.figure in gated_by_default(units_of(c.pairs)) for c in comparison.others for contrast in c.contrasts
+    )
     return pairs_needed(tests)
 
 

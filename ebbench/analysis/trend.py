@@ -19,7 +19,17 @@ from typing import Literal
 
 from ebbench.analysis.statistics import EXACT_PAIRS, PairedInterval, paired_t
 from ebbench.analysis.units import GateUnit, gate_unit, is_higher_better
-from ebbench.analysis.verdict import Judged, Pair, Rules, judge, paired_losses, pairs_needed, without_copies
+from ebbench.analysis.verdict import (
+    GATED,
+    Judged,
+    Pair,
+    Rules,
+    gated_by_default,
+    judge,
+    paired_losses,
+    pairs_needed,
+    without_copies,
+)
 from ebbench.errors import DataError
 from ebbench.records.manifest import Manifest, RunLabels
 from ebbench.records.run import Run, slug
@@ -314,10 +324,17 @@ def _stands_out(levels: Sequence[float], place: int) -> float:
     return abs(fmean(after) - fmean(before)) * math.sqrt(len(before) * len(after) / len(levels))
 
 
-def trends_of(runs: Sequence[Run], figures: Sequence[str], rules: Rules = DEFAULT_RULES) -> list[list[Trend]]:
-    """Per series, those that began first in front, the trends of these figures. Raises DataError if no run is valid."""
+def trends_of(runs: Sequence[Run], rules: Rules = DEFAULT_RULES) -> list[list[Trend]]:
+    """Per series, those that began first in front, the trends of the gated figures.
+
+    Raises DataError if no run is valid.
+    """
     points_by_series = series_points(trend_members(runs))
     if not points_by_series:
         raise DataError("no valid run to make a history of")
     series = sorted(points_by_series.items(), key=lambda item: item[1][0].begun_ns)
-    return [[trend_of(kind, points, figure, rules) for figure in figures] for kind, points in series]
+    return [[trend_of(kind, points, figure, rules) for figure in _figures(points, rules)] for kind, points in series]
+
+
+def _figures(points: Sequence[Point], rules: Rules) -> Sequence[str]:
+    return rules.gated if rules.gated != GATED else gated_by_default([unit for point in points for unit in point.units])

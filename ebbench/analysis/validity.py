@@ -69,7 +69,8 @@ _CAUSES = (
     _Cause(".*", r"out of vocabulary|vocab(ulary)? size", "give --vocab-size, no larger than the model's vocabulary"),
     _Cause(
         ".*",
-        r"maximum (context|model) length|max_model_len|longer than the maximum|too long",
+        r"maximum (context|model) length|max_model_len|longer than the maximum|too long|available context"
+        r"|finish reason '(length|limit|max_(output_)?tokens)'",
         "give --max-model-len as the server has it, with --drop-too-long",
     ),
     _Cause("http_404", r"model", "give --model as the server's /v1/models names it"),

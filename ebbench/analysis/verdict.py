@@ -50,6 +50,8 @@ from ebbench.records.warnings import ABOUT_SERVER, WARM_CACHE, Fact, fact, liste
 
 Outcome = Literal["pass", "fail", "inconclusive"]
 GATED = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
+GATED_WITHOUT_TOKENS = ("request_throughput", "median_e2el_ms")
+"""Figures that are gated by default where answers have no output tokens (embeddings, rerank)."""
 MAX_PAIRS = 40
 """Default number of pairs after which a sequential measurement ends without a verdict.
 
@@ -262,6 +264,7 @@ def judge(
     ``further_notes`` precede those on the pairs. ``with_detectable`` False skips the least detectable effects, which do
     not influence the verdict. Pairs with a run of ``--repeats auto`` are judged by the sequential rules.
     """
+    rules = _with_figures(rules, pairs)
     _check(rules, pairs)
     rules = replace(rules, sequential=rules.sequential or repeated_until_clear(pairs))
     losses, skipped = {}, {}
@@ -291,15 +294,30 @@ def judge(
     return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, tuple(notes), cause)
 
 
+def gated_by_default(units: Sequence[GateUnit]) -> tuple[str, ...]:
+    """The figures that decide where none are chosen."""
+    answered = any(unit.figures.get("request_throughput") for unit in units)
+    return GATED_WITHOUT_TOKENS if answered and not any(unit.figures["output_throughput"] for unit in units) else GATED
+
+
+def units_of(pairs: Sequence[Pair]) -> list[GateUnit]:
+    """Both units of each pair."""
+    return [unit for pair in pairs for unit in (pair.baseline, pair.candidate)]
+
+
+def _with_figures(rules: Rules, pairs: Sequence[Pair]) -> Rules:
+    return replace(rules, gated=gated_by_default(units_of(pairs))) if rules.gated == GATED else rules
+
+
 def figures_by_class(pairs: Sequence[Pair]) -> list[str]:
     """Figures that are shown of each class of requests."""
-    classes = classes_among(unit for pair in pairs for unit in (pair.baseline, pair.candidate))
+    classes = classes_among(units_of(pairs))
     return [f"{name}:{figure}" for name in classes for figure in OF_CLASSES]
 
 
 def worse_by_gate(pairs: Sequence[Pair]) -> dict[str, float]:
     """The gated figures in which the candidate is worse by the gate's test, with p; margins are not asked for."""
-    rules = replace(DEFAULT_RULES, sequential=repeated_until_clear(pairs))
+    rules = replace(_with_figures(DEFAULT_RULES, pairs), sequential=repeated_until_clear(pairs))
     losses = {
         figure: losses_or_why
         for figure in rules.gated
@@ -311,7 +329,7 @@ def worse_by_gate(pairs: Sequence[Pair]) -> dict[str, float]:
 
 def repeated_until_clear(pairs: Sequence[Pair]) -> bool:
     """Whether any run was repeated until the answer was clear (``run --repeats auto``)."""
-    return any(unit.until_clear for pair in pairs for unit in (pair.baseline, pair.candidate))
+    return any(unit.until_clear for unit in units_of(pairs))
 
 
 def _p(losses: Sequence[float], rules: Rules) -> float:
@@ -319,7 +337,7 @@ def _p(losses: Sequence[float], rules: Rules) -> float:
 
 
 def _check(rules: Rules, pairs: Sequence[Pair]) -> None:
-    classes = classes_among(unit for pair in pairs for unit in (pair.baseline, pair.candidate))
+    classes = classes_among(units_of(pairs))
     for name in (figure.rpartition(":")[0] for figure in rules.gated):
         if name and name not in classes:
             raise UnknownNameError("class of requests in these runs", name, classes)
@@ -337,8 +355,7 @@ def _check(rules: Rules, pairs: Sequence[Pair]) -> None:
 
 def measured_somewhere(figure: str, pairs: Sequence[Pair]) -> bool:
     """Whether any run has the figure."""
-    units = (unit for pair in pairs for unit in (pair.baseline, pair.candidate))
-    return any(unit.figures.get(figure) is not None for unit in units)
+    return any(unit.figures.get(figure) is not None for unit in units_of(pairs))
 
 
 def paired_losses(figure: str, pairs: Sequence[Pair]) -> tuple[float, ...] | str:

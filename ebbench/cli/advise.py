@@ -16,7 +16,7 @@ from ebbench.spec.commands import OF_A_SERVER, OF_TRAFFIC, AdviceCommand, RunSet
 from ebbench.spec.run import OF_LABELS
 
 _DEFAULTS = {
-    "device": DEFAULT_DEVICE, "model": DEFAULT_MODEL, "max_num_seqs": None, "source": "profile", "api_server": "auto",
+    "device": DEFAULT_DEVICE, "model": DEFAULT_MODEL, "max_num_seqs": None, "source": "profile",
 }  # fmt: skip
 _OF_RUNS = ("device", "model", "max_num_seqs", "link", *OF_TRAFFIC, *OF_A_SERVER, *OF_LABELS)
 Workload = Annotated[
@@ -45,11 +45,10 @@ def advise(
     from ebbench.advice.candidates import advice_question
     from ebbench.advice.simulate import Effort, find_advice
     from ebbench.render.documents import Console
-    from ebbench.runs.prepare import api_server_if_busy
     from ebbench.runs.store import RunStore
 
     question = advice_question({**settings, "workload": workload})
-    effort = Effort(api_server_if_busy(settings), crossover, tune, workers, quiet)
+    effort = Effort(crossover, tune, workers, quiet)
     advice = find_advice(question, RunStore(runs), effort)
     if as_json:
         sys.stdout.write(json.dumps(sentences.as_dict(advice), indent=2) + "\n")

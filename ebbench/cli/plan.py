@@ -14,14 +14,13 @@ from ebbench.process.command_line import GoodputCommand
 from ebbench.spec.commands import OF_A_PLAN, PlanCommand, RunSettings, WorkloadArgument
 
 output = under(OUTPUT)
-_TARGET = ("request_rate", "goodput", "attainment", "scenario", "headroom", "spare")
-_DEFAULTS = {"api_server": "auto", "model": DEFAULT_MODEL}
+_OF_RUNS = ("request_rate", "goodput", "attainment", "scenario", "headroom", "spare", *OF_A_PLAN)
 
 
 @grouped
 def plan(
     workload: WorkloadArgument,
-    settings: Annotated[dict[str, Any], RunSettings(_DEFAULTS, only=(*_TARGET, *OF_A_PLAN), also=PlanCommand)],
+    settings: Annotated[dict[str, Any], RunSettings({"model": DEFAULT_MODEL}, only=_OF_RUNS, also=PlanCommand)],
     workers: Annotated[int | None, output(help="Processes. Default: one per core.")] = None,
     plot: Annotated[Path | None, output(help="Write cost over TPOT to .svg, .png or .pdf.")] = None,
     as_json: Annotated[bool, output("--json", help="One JSON object on stdout, nothing else.")] = False,

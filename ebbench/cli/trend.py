@@ -63,7 +63,7 @@ def trend(
     if not chosen:
         raise DataError("no run matches; `ebbench runs` with the same filters lists what there is")
     judged = Rules(default_margin=default, margin=single, alpha=alpha, gated=figures)
-    series = trends_of([Run.load(run.path) for run in chosen], figures, judged)
+    series = trends_of([Run.load(run.path) for run in chosen], judged)
     write(series, "json" if as_json else style, plot=plot, html=html, summary=summary, last=last)
     for path, why in listing.problems.items():
         typer.echo(visible(f"left out: {path}: {why}"), err=True)

@@ -271,6 +271,7 @@ class Dialect:
     ``usage`` has which number. ``content_types``: those of an answer. ``whole``: an answer is one document without
     output tokens, not a stream. ``ends_with_body``: the end of the stream is the only sign that an answer is complete.
     ``typed``: decodes usual messages at once; without it they are decoded as objects and given to the reader.
+    ``priority``: whether a request may have one.
     """
 
     prompt: str
@@ -287,6 +288,7 @@ class Dialect:
     ends_with_body: bool = False
     headers: Mapping[str, str] = field(default_factory=dict)
     typed: Callable[[bytes], Completion | Chat] | None = None
+    priority: bool = True
 
     @property
     def thinks(self) -> bool:
@@ -486,7 +488,7 @@ DIALECTS: Mapping[Endpoint, Dialect] = {
         counts=CountFields("output_tokens", "input_tokens", "cache_read_input_tokens",
                            "output_tokens_details.thinking_tokens",
                            beside=("cache_read_input_tokens", "cache_creation_input_tokens")),
-        headers={"anthropic-version": "2023-06-01"},
+        headers={"anthropic-version": "2023-06-01"}, priority=False,
     ),
     "embeddings": Dialect(
         "input", "ids", lambda: _documents, None, None, None, {}, counts=_OF_TOTAL, content_types=DOCUMENT, whole=True
@@ -502,19 +504,20 @@ DIALECTS: Mapping[Endpoint, Dialect] = {
     ),
     "llama.cpp": Dialect(
         "prompt", "ids", lambda: _llama_cpp, "n_predict", named=False,
-        counts=CountFields("tokens_predicted", "tokens_evaluated", "timings.cache_n"),
+        counts=CountFields("tokens_predicted", "tokens_evaluated", "timings.cache_n"), priority=False,
     ),
     "tgi": Dialect(
         "inputs", "words", lambda: _tgi, "parameters.max_new_tokens", None, None,
         _STREAM | {"parameters": {"details": True, "do_sample": False}}, named=False,
-        counts=CountFields("generated_tokens", "input_length"),
+        counts=CountFields("generated_tokens", "input_length"), priority=False,
     ),
     "ollama": Dialect(
         "messages", "messages", lambda: _ollama, "options.num_predict", "options.temperature", None,
         counts=CountFields("eval_count", "prompt_eval_count"), content_types=LINES,
+        priority=False,
     ),
     "triton": Dialect(
-        "text_input", "words", lambda: _triton, ignore_eos=None, named=False, ends_with_body=True
+        "text_input", "words", lambda: _triton, ignore_eos=None, named=False, ends_with_body=True, priority=False
     ),
 }  # fmt: skip
 """The endpoints by the names of ``--endpoint``."""

@@ -83,6 +83,7 @@ class StreamedResponse:
         "on_answered",
         "sent_ns",
         "status",
+        "thinking_letters",
         "thinking_messages",
         "times_ns",
         "usage",
@@ -106,7 +107,7 @@ class StreamedResponse:
         self.letters = self.first_letters = 0
         self.first_count: int | None = None
         self.sent_ns = self.first_byte_ns = self.first_answer_ns = self.last_ns = self.end_ns = 0
-        self.thinking_messages = 0
+        self.thinking_messages = self.thinking_letters = 0
         self.models: list[str] = []
         self._named: Any = None
         self.finish_reason: str | None = None
@@ -166,8 +167,16 @@ class StreamedResponse:
 
     @property
     def thinking_tokens(self) -> int | None:
-        """Thinking tokens by the server's count, else the messages that carried them; None if it marked none."""
-        return (self.counts().reasoning or self.thinking_messages) if self.thinking_messages else None
+        """Thinking tokens by the server's count; None if it marked none.
+
+        Without a count: one per message that carried thinking, and of the tokens beyond one per message the share of
+        thinking in the text.
+        """
+        counts = self.counts()
+        if not self.thinking_messages or counts.reasoning:
+            return counts.reasoning if self.thinking_messages else None
+        beyond = max((counts.completion or 0) - len(self.times_ns), 0)
+        return self.thinking_messages + round(beyond * min(self.thinking_letters / self.letters, 1.0))
 
     def sent(self, now_ns: int) -> None:
         """Record the time at which the request was sent."""
@@ -289,6 +298,7 @@ class StreamedResponse:
         called = delta.tool_calls or delta.function_call
         if thought:
             self.thinking_messages += 1
+            self.thinking_letters += len(thought)
         elif self.thinking_messages and not self.first_answer_ns and (text or called):
             self.first_answer_ns = now_ns
         if text:
@@ -504,7 +514,8 @@ def _failure(streamed: StreamedResponse, count: int | None, planned_tokens: int,
     if streamed.estimated:
         return None, ""
     if count < planned_tokens and exact:
-        return "short_output", f"{count} tokens where {planned_tokens} were asked for with EOS ignored"
+        ended = f"with EOS ignored, finish reason '{streamed.finish_reason}'"
+        return "short_output", f"{count} tokens where {planned_tokens} were asked for {ended}"
     if count > planned_tokens:
         return "long_output", f"{count} tokens where at most {planned_tokens} were asked for"
     return None, ""

@@ -13,7 +13,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.client.bodies import RequestBodies, Turn
+from ebbench.client.dialects import DIALECTS
 from ebbench.client.release_schedule import Arrivals, Slots
+from ebbench.config.server_url import Endpoint
 from ebbench.errors import UsageError
 from ebbench.records.plan import CHUNK_TOKENS, ClosedPhase, TurnGraph, block_tokens, turn_graph
 
@@ -125,8 +127,12 @@ def unique_ids(table: pa.Table) -> tuple[pa.Table, int]:
     return table.set_column(index, table.schema.field(index), pa.array(unique, pa.string())), changed
 
 
-def check_attachments(table: pa.Table, endpoint: str, served: frozenset[str] | None) -> None:
-    """Raise UsageError for images on another endpoint than chat, and for an adapter that the server does not serve."""
+def check_attachments(table: pa.Table, endpoint: Endpoint, served: frozenset[str] | None) -> None:
+    """Raise UsageError for images on another endpoint than chat, for priorities where the endpoint's API has none, and
+    for an adapter that the server does not serve."""
+    if "priority" in table.column_names and not DIALECTS[endpoint].priority:
+        takes = ", ".join(name for name, dialect in DIALECTS.items() if dialect.priority)
+        raise UsageError(f"requests of --endpoint {endpoint} have no priority: leave --priorities out, or give {takes}")
     images = "image_tokens" in table.column_names and table["image_tokens"].null_count < table.num_rows
     if images and endpoint != "chat":
         raise UsageError("images are sent in chat messages; give --endpoint chat")

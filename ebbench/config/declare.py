@@ -130,6 +130,10 @@ class Declared:
     option: Option | None
     shown: str | None = None
     """A run's condition in words where the value is not the default, with a place for it; "": told elsewhere."""
+    real: str = ""
+    """What a real server has in place of a setting that only simulated ones take, as a clause; "": they take it too."""
+    file: bool = False
+    """Its value may name a file of the user's, whose content then belongs to a result's key."""
 
     def condition(self, value: Any) -> str:
         """The value as a condition of a run; "" for the default, and for settings that are shown elsewhere."""
@@ -149,16 +153,17 @@ def declare(
     default: Any = MISSING, help: str = "", panel: str = "", *, default_factory: Any = MISSING,
     names: tuple[str, ...] = (),
     turns_off: bool = False, complete: str = "", text: Any = None,
-    read: Callable[[Any], Mapping[str, Any]] | None = None, shown: str | None = None, **about: Any,
+    read: Callable[[Any], Mapping[str, Any]] | None = None, shown: str | None = None, real: str = "",
+    file: bool = False, **about: Any,
 ) -> Any:  # fmt: skip
     """A dataclass field that is a setting; ``about``: range and unit, as in :class:`vllm_eb.settings.Setting`.
 
-    ``shown``: as in :class:`Declared`.
+    ``shown``, ``real``, ``file``: as in :class:`Declared`.
 
     Without a panel it has no option of its own, only a name in files.
     """
     option = Option(panel, names, turns_off, complete, text, read) if panel else None
-    noted = {"declared": (Setting(help, **about), option, shown)}
+    noted = {"declared": (Setting(help, **about), option, shown, real, file)}
     given = {"default": default} if default is not MISSING else {}
     given |= {"default_factory": default_factory} if default_factory is not MISSING else {}
     return field(**given, metadata=noted)

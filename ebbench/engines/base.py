@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.config.declare import option_name
+from ebbench.config.declare import declared_in, option_name
 from ebbench.config.topology import TopologySpec
 from ebbench.devices.base import Device
 from ebbench.errors import UsageError
 from ebbench.records.files import TableParts
 from ebbench.records.plan import Plan
 from ebbench.records.warnings import RunWarning, warning
-from ebbench.spec.server import OFF, EngineOptions
+from ebbench.spec.server import ENGINE_ALONE, OFF, ONLY_SIMULATED, EngineOptions
 from vllm_eb.policy import PolicySpec, least_seqs, least_tokens
 
 
@@ -140,10 +140,7 @@ _MOST_WARMUP = 1_000_000
 def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> None:
     """Raise UsageError for scheduler settings that vLLM refuses too, or that a policy does not support."""
     _check_vllm_limits(options)
-    if options.api_server != OFF or options.api_server_count is not None:
-        from ebbench.devices.profiles import chosen_api_server
-
-        chosen_api_server(options.api_server, options.api_server_count)
+    check_front_end(vars(options))
     if not 0 <= options.warmup <= _MOST_WARMUP:
         raise UsageError(f"--warmup must be 0 or more requests, at most {_MOST_WARMUP:,}, not {options.warmup}")
     if options.max_num_batched_tokens < options.max_num_seqs:
@@ -167,6 +164,15 @@ def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> Non
                 f"policy {spec.name}: its budget exceeds --max-num-batched-tokens {options.max_num_batched_tokens}, "
                 f"which bounds every step; raise that to {least_tokens(spec)} or more"
             )
+
+
+def check_front_end(given: Mapping[str, Any]) -> None:
+    """Raise UsageError for ``given`` settings of what is in front of an engine whose costs are not known."""
+    own = {name: given[name] for name in ENGINE_ALONE if given.get(name) is not None}
+    if any(value != getattr(EngineOptions, name) for name, value in own.items()):
+        from ebbench.simulation.front_end import front_end_costs
+
+        front_end_costs(EngineOptions(**own))
 
 
 def refuse_two_orders(policy: str, orders_queue: bool) -> None:
@@ -223,30 +229,16 @@ def refuse_undecided(topology: TopologySpec | None, policies: Sequence[PolicySpe
             )
 
 
-def refuse_simulated(options: EngineOptions, engine: str) -> None:
-    """Raise UsageError where a part of a server is to be simulated that ``engine`` has in fact."""
-    if options.vllm_version is not None:
-        raise UsageError(
-            f"--vllm-version {options.vllm_version} is for engines sim and emulated; engine {engine} has the KV cache "
-            "of the vLLM that runs: leave it out"
-        )
-    if options.speculative is not None:
-        raise UsageError(
-            f"--speculative is simulated by engines sim and emulated; engine {engine} drafts as its server does: leave "
-            "it out (vLLM: -- --speculative-config)"
-        )
-    if options.front_end_ms is not None:
-        raise UsageError(
-            f"--front-end-ms {options.front_end_ms:g} is simulated by engines sim and emulated; engine {engine} has a "
-            "real one: leave it out"
-        )
-    if options.api_server != OFF:
-        count = options.api_server_count
-        given = f"--api-server {options.api_server}" if count is None else f"--api-server-count {count}"
-        raise UsageError(
-            f"{given} is simulated by engines sim and emulated; engine {engine} answers "
-            "through a real one: leave it out"
-        )
+def refuse_simulated(given: Mapping[str, Any], engine: str) -> None:
+    """Raise UsageError where ``given`` settings simulate a part of a server that ``engine`` has in fact."""
+    for name, declared in declared_in(EngineOptions).items():
+        value = given.get(name)
+        if declared.real and value not in (None, declared.default, OFF):
+            shown = f"{value:g}" if isinstance(value, float) else value
+            raise UsageError(
+                f"{option_name(name)} {shown} is simulated by engines sim and emulated; engine {engine} "
+                f"{declared.real}: leave it out"
+            )
 
 
 def refuse_server_settings(server: str, names: Sequence[str], remedy: str = "leave it out here") -> None:
@@ -260,7 +252,7 @@ def refuse_server_settings(server: str, names: Sequence[str], remedy: str = "lea
         )
 
 
-_OF_REQUESTS = frozenset({"warmup", "max_model_len", "api_server", "api_server_count", "front_end_ms", "vllm_version"})
+_OF_REQUESTS = frozenset({"warmup", "max_model_len", *ONLY_SIMULATED})
 """Options that the load generator uses too, and those that :func:`refuse_simulated` refuses."""
 _STATED = ("max_num_seqs", "max_num_batched_tokens")
 """Settings that are taken for a running server too, and said to change nothing."""

@@ -27,7 +27,6 @@ import numpy as np
 import pyarrow as pa
 
 from ebbench.devices.base import Device
-from ebbench.devices.profiles import answering_costs
 from ebbench.engines.base import (
     EngineResult,
     Observer,
@@ -42,8 +41,8 @@ from ebbench.errors import RunError
 from ebbench.process.interpreter import collector_paused
 from ebbench.process.termination import interruptible
 from ebbench.records.plan import Plan, optional_ints, token_ids
-from ebbench.simulation.api_server import ApiServers, QueueLimits
 from ebbench.simulation.drafting import DraftCounts, accepted_drafts
+from ebbench.simulation.front_end import FrontEnd, QueueLimits
 from ebbench.simulation.releases import (
     Beginning,
     Releases,
@@ -78,17 +77,17 @@ ARRIVAL, RESUME, FOLLOW, ENTRY, DEPARTURE, HANG_UP = range(6)
 class VirtualClients:
     """Sends the plan's requests in virtual time: at arrival times, and after completions.
 
-    ``api_servers``: requests go through them to the engine, and end for their clients when the last token has left
-    them; None: clients and engine meet directly. ``queue_limits``: requests that the API server refuses; None: none.
+    ``front_end``: requests go through it to the engine, and end for their clients when the last token has left it.
+    ``queue_limits``: requests that the API server refuses; None: none.
     """
 
     def __init__(
         self,
         plan: Plan,
         state: RequestState,
+        front_end: FrontEnd,
         warmup: int = 0,
         begin: Callable[[int], None] | None = None,
-        api_servers: ApiServers | None = None,
         queue_limits: QueueLimits | None = None,
     ):
         """``begin`` is called with the time at which ``warmup`` requests have ended and the plan begins."""
@@ -97,7 +96,7 @@ class VirtualClients:
         self.lost = 0  # requests of the plan that the engine does not complete: refused, abandoned or given up
         self._left: list[int] = []  # rows in the engine whose clients have hung up since the last call of left()
         self._begin = begin if warmup else None
-        self._api_servers, self._queue_limits = api_servers, queue_limits
+        self._front_end, self._queue_limits = front_end, queue_limits
         self._events: list[tuple[int, int, int, int]] = []  # (time, kind, count of events before, row)
         self._pushed = 0
         self._ready: list[int] = []
@@ -175,7 +174,7 @@ class VirtualClients:
         self.catch_up(now_ns)
         at_once: list[int] = []
         for row in rows:
-            departed_ns = now_ns if self._api_servers is None else self._api_servers.departed_ns(row)
+            departed_ns = self._front_end.departed_ns(row)
             if departed_ns <= now_ns:
                 at_once.append(row)
             else:
@@ -237,7 +236,7 @@ class VirtualClients:
         for row in rows:
             if (patience_ns := self.hang_ups.sent(row)) is not None:
                 self._push(now_ns + patience_ns, HANG_UP, row)
-            entry_ns = now_ns if self._api_servers is None else self._api_servers.enter(row, now_ns)
+            entry_ns = self._front_end.enter(row, now_ns)
             if entry_ns <= now_ns:
                 self._ready.append(row)
             else:
@@ -347,12 +346,11 @@ class _EmulatedRun:
             controller.keep_records()
         begin = at_beginning(self._beginning, self._log, [] if controller is None else [controller])
         self._drafts = None if options.drafts is None else DraftCounts(options.drafts.tokens)
-        costs = answering_costs(options, device.profile)
-        self._api_servers = None if costs is None else ApiServers(costs, options.api_server_count or 1, self._state)
+        self._front_end = FrontEnd.of(options, device.profile, 1, self._state)
         self._on_the_device: deque[_Tokens] = deque()
         limits = options.max_num_queued_reqs, options.max_num_queued_tokens
         self._queue_limits = None if limits == (None, None) else QueueLimits(self._state, *limits)
-        self._clients = VirtualClients(plan, self._state, warmup, begin, self._api_servers, self._queue_limits)
+        self._clients = VirtualClients(plan, self._state, self._front_end, warmup, begin, self._queue_limits)
         executor = self.core.model_executor
         executor.attach(self._clock, device.cost, self._reader(options))
         executor.on_step, executor.on_preempted = self._on_step, self._on_preempted
@@ -438,8 +436,8 @@ class _EmulatedRun:
             return False
         outputs, executed = core.step_fn()
         core.post_step(executed)
-        if self._api_servers is not None and self._api_servers.streams:
-            self._stream(self._api_servers)
+        if self._front_end.streams:
+            self._stream()
         if outputs:
             self._take(outputs)
         if executed or outputs:
@@ -464,12 +462,12 @@ class _EmulatedRun:
         if inside:  # their tokens in the steps in flight are lost
             self._on_the_device = deque(step.without(inside) for step in self._on_the_device)
 
-    def _stream(self, api_servers: ApiServers) -> None:
-        """Pass the tokens of the steps that have ended on to the API servers."""
+    def _stream(self) -> None:
+        """Pass the tokens of the steps that have ended on to the front end."""
         while self._on_the_device and self._on_the_device[0].end_ns <= self._clock.now_ns:
             end_ns, rows, slots, tokens = self._on_the_device.popleft()
             self._clients.catch_up(end_ns)
-            api_servers.stream(end_ns, rows, slots, tokens)
+            self._front_end.stream(end_ns, rows, slots, tokens)
 
     def _jump(self) -> None:
         """Advance the clock to the next event outside the engine."""
@@ -518,7 +516,7 @@ class _EmulatedRun:
             going_on = tokens > 0  # the others had ended in the step before
             self._drafts.count(seen.verified.drafts[going_on], seen.verified.accepted[going_on])
         state.next_slot[sampled] += tokens
-        if self._api_servers is not None and self._api_servers.streams:
+        if self._front_end.streams:
             self._on_the_device.append(_Tokens(end_ns, sampled, slots, tokens))
         step = Step(
             scheduled_ns, start_ns, end_ns, rows,
@@ -583,7 +581,7 @@ class _EmulatedRun:
             decisions=table_of_records(records_after([(0, record) for record in records], self._beginning)),
             interrupted=interrupted,
             warnings=plan_notes(self._plan),
-            facts={} if self._drafts is None else self._drafts.facts,
+            facts=self._front_end.facts | ({} if self._drafts is None else self._drafts.facts),
         )
 
 

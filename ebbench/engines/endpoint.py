@@ -87,7 +87,7 @@ class EndpointEngine(SendingEngine):
         self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None
     ) -> EngineResult:
         """Run the plan. Raises UsageError, RunError; see :func:`drive`."""
-        refuse_simulated(options, self.name)
+        refuse_simulated(vars(options), self.name)
         refuse_server_settings(self.url, changed_settings(options))
         client = warmed(self.client, options)
         done = drive(self.url, plan, client, observer, label=policy.name, on_batch=self.on_batch)

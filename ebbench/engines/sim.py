@@ -15,10 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.config.topology import DECODE_UTILIZATION, DEFAULT_DISPATCH, PREFILL_UTILIZATION, PoolSpec, TopologySpec
-from ebbench.devices.base import Device
+from ebbench.devices.base import CostModel, Device, StepShape
 from ebbench.devices.layers import choose_link
 from ebbench.devices.loader import UnitDevice, saving_kv, unit_device
-from ebbench.devices.profiles import answering_costs
 from ebbench.engines.base import (
     EngineResult,
     Observer,
@@ -37,10 +36,18 @@ from ebbench.process.termination import interruptible
 from ebbench.records.plan import Plan
 from ebbench.records.schema import STEPS
 from ebbench.records.warnings import RunWarning, warning
-from ebbench.simulation.api_server import QueueLimits
-from ebbench.simulation.engine import Unit
-from ebbench.simulation.kv import CachingKv, CountingKv, IdentityNeeded, LaidOutKv, StreamKv, streams_take_turns
-from ebbench.simulation.loop import EventLoop
+from ebbench.simulation.engine import EngineLoop, Unit
+from ebbench.simulation.front_end import FrontEnd, QueueLimits
+from ebbench.simulation.kv import (
+    CachingKv,
+    CountingKv,
+    IdentityNeeded,
+    KvBlocks,
+    LaidOutKv,
+    StreamKv,
+    streams_take_turns,
+)
+from ebbench.simulation.loop import EventLoop, Stage, prefix_reader
 from ebbench.simulation.releases import (
     Beginning,
     at_beginning,
@@ -50,8 +57,7 @@ from ebbench.simulation.releases import (
     with_warmup,
     without_warmup,
 )
-from ebbench.simulation.scheduler import cut_at_hang_ups, with_hang_ups, with_prefill_ends
-from ebbench.simulation.stage import MakeKv, Stage, StageSpec, build_stage
+from ebbench.simulation.scheduler import Scheduler, cut_at_hang_ups, with_hang_ups, with_prefill_ends
 from ebbench.simulation.state import UNSET, RequestState, requests_table, table_of_records, with_failures
 from ebbench.simulation.step import FigureLog, SchedulerLimits, StepLog
 from ebbench.spec.server import EngineOptions
@@ -61,10 +67,13 @@ from vllm_eb.strategy import LONGEST_PERIOD
 from vllm_eb.theory import NO_DRAFTS
 
 if TYPE_CHECKING:
+    from ebbench.dispatch import Dispatcher
     from ebbench.simulation.drafting import Drafting
     from ebbench.simulation.transfer import Handover
 
 PROGRESS_INTERVAL_S = 0.1
+MakeKv = Callable[[RequestState, int], KvBlocks]
+"""Creates the KV manager of a unit from the requests and its number of KV blocks."""
 
 
 class StoppableLoop(Protocol):
@@ -391,28 +400,49 @@ class _Simulation:
 
             longest = min(options.max_model_len, blocks * options.block_size)
             self._drafting = Drafting.of(options.drafts, state, int(self._plan.facts.get("seed", 0)), longest)
-        spec = StageSpec(
-            pool=pool,
-            cost=device.cost,
-            limits=scheduler_limits(options),
-            kv_blocks=blocks,
-            make_kv=make_kv,
-            make_controller=lambda total: make_controller(
-                self._policy, device, options, total, keep_records=not self._engine.figures_only, ranks=pool.dp
-            ),
-            dispatch=dispatch,
-            prefill_only=prefill_only,
-            generates=generates,
-            network_ns=self._network_ns,
-            first_unit=len(self._kv_totals),
-            api_server=answering_costs(options, device.profile),
-            api_server_count=options.api_server_count,
-            drafting=self._drafting,
-        )
+        limits, first, size = scheduler_limits(options), len(self._kv_totals), pool.dp
         self._kv_totals += [blocks] * pool.units
-        stage, controllers = build_stage(self._whole, state, spec, self._log, seed=int(self._plan.facts.get("seed", 0)))
-        self._controllers += controllers
-        return stage
+        units = []
+        for number in range(first, first + pool.units):
+            scheduler = self._scheduler(state, limits, make_kv(state, blocks), keep_finished=prefill_only)
+            controller = make_controller(
+                self._policy, device, options, blocks, keep_records=not self._engine.figures_only, ranks=size
+            )
+            self._controllers += [] if controller is None else [controller]
+            units.append(Unit.of(number, scheduler, controller))
+        parts = (units[size * place : size * (place + 1)] for place in range(pool.instances))
+        engines = [EngineLoop(part, device.cost, self._log) for part in parts]
+        front_ends = [FrontEnd.of(options, device.profile, size, state) for _ in engines]
+        if dispatch is None:
+            return Stage(state, engines, front_ends)
+        return Stage(state, engines, front_ends, *self._dispatcher(dispatch, pool, device.cost, limits, generates))
+
+    def _scheduler(self, state: RequestState, limits: SchedulerLimits, kv: KvBlocks, keep_finished: bool) -> Scheduler:
+        if self._drafting is None:
+            return Scheduler(state, limits, kv, keep_finished=keep_finished)
+        from ebbench.simulation.drafting import DraftingScheduler
+
+        return DraftingScheduler(state, limits, kv, self._drafting)
+
+    def _dispatcher(
+        self, dispatch: str, pool: PoolSpec, cost: CostModel, limits: SchedulerLimits, generates: bool
+    ) -> tuple[Dispatcher, Callable[[int], tuple[int, ...]] | None]:
+        """The dispatcher of a pool, and what reads the prefixes of requests if it uses them."""
+        from ebbench.dispatch import Fleet, make_dispatcher, parse_dispatch
+
+        chunk_tokens = limits.max_num_batched_tokens
+        # Assumed before the first measurement: the forward time of a full chunk (the paper measures it offline).
+        forward_s = cost.step_s(StepShape(((chunk_tokens, 0),), 0, 0, 1))
+        dispatcher = make_dispatcher(
+            parse_dispatch(dispatch),
+            Fleet([pool.dp] * pool.instances),
+            chunk_tokens=chunk_tokens,
+            network_ns=2 * self._network_ns,
+            default_forward_ns=round(forward_s * 1e9),
+            seed=int(self._plan.facts.get("seed", 0)),
+            generates=generates,
+        )
+        return dispatcher, prefix_reader(self._whole) if dispatcher.wants_prefix else None
 
     def _kv(self, device: Device, options: EngineOptions) -> tuple[int, MakeKv]:
         """The number of KV blocks of a unit and how they are given out.
@@ -463,6 +493,7 @@ class _Simulation:
             interrupted=interrupted,
             invalid=() if loop.outcome.dead is None else (loop.outcome.dead,),
             facts=({} if topology is None else self._facts(topology))
+            | loop.front.front_ends[0].facts
             | ({} if self._drafting is None else self._drafting.counts.facts),
             warnings=tuple(dict.fromkeys([*warnings, *self._notes, *plan_notes(self._plan)])),
             device=self._units[0] if self._units else None,

@@ -387,7 +387,7 @@ class VllmEngine(SendingEngine):
         ``progress`` gets the path of a server's log and returns what is called while the server starts. Raises as
         :meth:`run` does.
         """
-        refuse_simulated(options, self.name)
+        refuse_simulated(vars(options), self.name)
         logs = Path(tempfile.mkdtemp(prefix="ebbench-vllm-"))  # stays there when a run fails
         with tempfile.TemporaryDirectory(prefix="ebbench-record-") as folder, ExitStack() as stack:
             servings = self._servings(policy, device, options, Path(folder))

@@ -25,6 +25,12 @@ IDLE_LIMIT_S = 1.5
 uvicorn, and with it vLLM and SGLang, closes a connection that was idle for 5 s, gunicorn one for 2 s. The price is a
 new connection: a round trip, with TLS two.
 """
+_CLOSED_SOON_NS = 5_000_000
+_BEHIND_NS = 100_000_000
+"""A server that does not keep connections closes them right behind the answer, on a busy machine so much later.
+
+llama.cpp does after a streamed answer, although its headers say keep-alive; a request sent meanwhile gets no response.
+"""
 _STARVED_NS = 50_000_000  # shorter waits are no sign of a server without a free thread
 _TIMES_HELPED = 3
 CA_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
@@ -122,6 +128,11 @@ class BaseConnection(asyncio.Protocol):
         self._connections.answered(self, first=not self.answered)
         self.answered = True
 
+    def unanswered(self) -> None:
+        """The server closes the connection instead of answering; behind an answer, if it has just given one."""
+        if self.answered and self.used_since_ns - self.idle_since_ns < _BEHIND_NS:
+            self._connections.closes_behind_answers()
+
     def detach(self) -> None:
         """Forget the transport, which is closed."""
         self.transport = None
@@ -201,6 +212,9 @@ class Connections(Generic[W]):
     Once a later request on another connection completes meanwhile, that connection is closed. If what waited is then
     answered at once, :data:`_TIMES_HELPED` times in a row, threads are scarce: none is opened ahead, and none is kept
     while others wait. A wait that goes on all the same ends that.
+
+    Until a second answer has come on a connection, none is used again sooner than :data:`_CLOSED_SOON_NS` after its
+    answer. Once the server has closed one behind an answer, none is used again.
     """
 
     def __init__(
@@ -227,6 +241,7 @@ class Connections(Generic[W]):
         self._ahead: deque[W] = deque()  # those that were never used, oldest first
         self._freed: dict[object, int] = {}  # when a connection was closed for one that waits (monotonic ns)
         self._helped = 0  # times in a row that this was what it waited for
+        self._stays_open = False  # whether a second answer has come on a connection
         self._quickest_ns = _STARVED_NS  # from sending a request to its answer
         self._expiry: asyncio.TimerHandle | None = None
 
@@ -238,7 +253,13 @@ class Connections(Generic[W]):
     def take(self) -> W | None:
         """An idle connection that is not too old, or None."""
         self._close_old()
-        connection = self._idle.pop() if self._idle else self._ahead.popleft() if self._ahead else None
+        connection: W | None = None
+        if self._idle and self._stays_open:
+            connection = self._idle.pop()
+        elif self._idle and time.monotonic_ns() - self._idle[0].idle_since_ns >= _CLOSED_SOON_NS:
+            connection = self._idle.popleft()
+        elif self._ahead:
+            connection = self._ahead.popleft()
         if connection is not None:
             self._begin_use(connection, time.monotonic_ns())
         if self._wants_more() and self.refill is None:
@@ -257,9 +278,15 @@ class Connections(Generic[W]):
         if connection in self._ahead:
             self._ahead.remove(connection)
             self.reserve = 0
+        elif connection in self._idle and time.monotonic_ns() - connection.idle_since_ns < _BEHIND_NS:
+            self.closes_behind_answers()
         self._held.discard(connection)
         self.waiting.pop(connection, None)
         self._freed.pop(connection, None)
+
+    def closes_behind_answers(self) -> None:
+        """The server closed a connection behind an answer: every request has its own from now on."""
+        self.reuse = False
 
     def keeps(self, connection: W) -> bool:
         """Whether the connection stays open after its response."""
@@ -278,6 +305,7 @@ class Connections(Generic[W]):
         now_ns = time.monotonic_ns()
         self._quickest_ns = min(self._quickest_ns, now_ns - connection.used_since_ns)
         if not first:
+            self._stays_open = True
             return
         self.waiting.pop(connection, None)
         freed_ns = self._freed.pop(connection, None)

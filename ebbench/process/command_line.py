@@ -26,7 +26,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from ebbench.errors import EbbenchError
-from ebbench.process.interpreter import one_numeric_thread
 from ebbench.process.termination import held, received
 
 # What is wrong with a command's surroundings, found before anything is measured.
@@ -442,7 +441,7 @@ class CommandTable(Group):
 
     def load_command(self, name: str) -> Any:
         """Import a command of the table and convert it to a click command."""
-        with held(), one_numeric_thread():  # an import that is broken off may raise anything
+        with held():  # an import that is broken off may raise anything
             loaded = importlib.import_module(self._module(name))
         command = click_command(getattr(loaded, "app", None) or getattr(loaded, name.replace("-", "_")), name)
         command.short_help, command.rich_help_panel = self.entries[name]

@@ -24,6 +24,8 @@ class _NoPandas:
 def process_of_ebbench() -> None:
     """Say that this process is one of ebbench's own; before or after pyarrow is imported."""
     global _of_ebbench
+    if not _of_ebbench and _OneNumericThread.variable not in os.environ and "numpy" not in sys.modules:
+        sys.meta_path.insert(0, _OneNumericThread())
     _of_ebbench = True
     if "pyarrow" in sys.modules:
         skip_pandas()
@@ -48,21 +50,23 @@ def skip_pandas() -> None:
         sys.meta_path.remove(finder)
 
 
-@contextmanager
-def one_numeric_thread() -> Iterator[None]:
-    """Inside, numpy is imported without threads for linear algebra, which ebbench does little of.
+class _OneNumericThread:
+    """A finder of modules that lets numpy load its linear algebra without threads, of which ebbench does little.
 
     Each of them, one per processor, would spin for 25 ms at its start. Programs started later get no such limit.
     """
-    name = "OPENBLAS_NUM_THREADS"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[name]
+
+    variable = "OPENBLAS_NUM_THREADS"
+
+    def __init__(self) -> None:
+        self._loading = False
+
+    def find_spec(self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None) -> None:
+        if name.endswith("._multiarray_umath"):
+            os.environ[self.variable], self._loading = "1", True
+        elif self._loading:
+            del os.environ[self.variable]
+            sys.meta_path.remove(self)
 
 
 _NEVER = 1 << 30

@@ -24,6 +24,9 @@ LIBRARY_ABSENT = "library-absent"
 """Code of the hint that a library may have what was not measured, and is not installed."""
 KV_CACHE = "kv-cache"
 """Code of the warning that requests waited for memory, or were preempted."""
+SERVER_BUSY, SERVER_SIMULATED, SERVER_LIMITS = "api-server", "api-server-simulated", "api-server-limit"
+API_SERVER_LOAD = frozenset({SERVER_BUSY, SERVER_SIMULATED, SERVER_LIMITS})
+"""Codes of warnings: an API server would be busy and is left out, or is simulated therefore; or it limits the run."""
 
 Texts = Mapping[str, str | Callable[..., str]]
 """Sentences by code: a format string, or a function, of the values."""
@@ -287,10 +290,6 @@ def _kv_cache(
             text += f", {again} ({100 * repeated_share:.1f} % of the time)"
         parts.append(text)
     return f"KV cache full: {'; '.join(parts)}."
-
-
-def _api_server_limit(busy: float, processes: int) -> str:
-    return f"vLLM's API server is busy for {100 * busy:.0f} % of the time: it limits this run, rather than the GPU."
 
 
 def _more_processes(busy: float, processes: int) -> str:
@@ -564,12 +563,18 @@ _INVALID: Texts = {
 
 TEXTS: Texts = {
     **_INVALID,
-    "api-server": (
+    SERVER_BUSY: (
         "These requests and answers keep {needed:.1f} processes of vLLM's API server busy on a data-centre host "
         "({token_us:g} us per token); vLLM starts {processes}. They are left out here: a real server answers later, or "
         "fewer requests."
     ),
-    "api-server-limit": _api_server_limit,
+    SERVER_LIMITS: lambda busy, processes: (
+        f"vLLM's API server is busy for {100 * busy:.0f} % of the time: it limits this run, rather than the GPU."
+    ),
+    SERVER_SIMULATED: (
+        "These requests and answers would keep {needed:.2f} processes of vLLM's API server busy on a data-centre host "
+        "({token_us:g} us per token); vLLM starts {processes}, so it is simulated."
+    ),
     "beyond-server": "{requests} request(s) exceed the server's max_model_len and were left out",
     "budget-below-seqs": (
         "At most {budget} of up to {seqs} sequences decode per step under budget={budget}; vLLM refuses a token budget "
@@ -790,8 +795,9 @@ TEXTS: Texts = {
 """What is wrong, by code."""
 
 WAYS_OUT: Texts = {
-    "api-server": "Add --api-server {api_server}, with --api-server-count for several processes.",
-    "api-server-limit": _more_processes,
+    SERVER_BUSY: "Add --api-server datacenter, with --api-server-count for several processes.",
+    SERVER_LIMITS: _more_processes,
+    SERVER_SIMULATED: "More processes: --api-server-count; none: --api-server off.",
     "budget-below-seqs": "Use budget={max_num_seqs} or more, or lower --max-num-seqs to {budget}.",
     "shrunk": "Its rate and seed make the same run again.",
     "few-requests": _use_more_prompts,

@@ -269,10 +269,11 @@ def describe(progress: Progress) -> str:
     """A snapshot in words: ``1,204/4,000  9,512 tok/s  exclusive  at 31.2 s``."""
     if progress.waiting_for:
         return f"waiting for {progress.waiting_for} ({progress.time_s:.0f} s)"
-    speed = progress.output_tokens / progress.time_s if progress.time_s > 0 else None
+    without_tokens = progress.completed and not progress.output_tokens  # embeddings and the like
+    done, unit = (progress.completed, "req/s") if without_tokens else (progress.output_tokens, "tok/s")
     parts = [
         f"{count(progress.completed)}/{count(progress.planned)}",
-        f"{rate(speed)} tok/s",
+        f"{rate(done / progress.time_s if progress.time_s > 0 else None)} {unit}",
         MODES.get(progress.mode, progress.mode),
         f"at {duration_ms(1000 * progress.time_s)}",
         "" if progress.ttft_ms is None else f"TTFT {duration_ms(progress.ttft_ms)}",

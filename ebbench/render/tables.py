@@ -84,6 +84,7 @@ _ENERGY = (
     _Figure("J per\nout token", "joules_per_output_token", lambda m: m.economy.joules_per_output_token, numbers.rate),
     _Figure("J per\nrequest", "joules_per_request", lambda m: m.economy.joules_per_request, numbers.rate),
 )
+_PER_TOKEN = (_LIMITS[1], _COSTS[0], _ENERGY[2])
 _TAILS = ("ttft", "tpot", "itl", "e2el")
 
 
@@ -98,15 +99,15 @@ def comparison(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False
 
 
 def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = False) -> Section:
-    """One row per policy. Gains are in output throughput of the whole run over the baseline."""
-    baseline = baseline_group(groups)
+    """One row per policy. Gains are in throughput of the whole run over the baseline."""
+    baseline, leading = baseline_group(groups), _leading(groups)
     figures = _figures(groups, all_percentiles=all_percentiles)
     versus = [Column(f"vs\n{baseline.policy}", "change", key="gain")] if len(groups) > 1 else []
     summaries = [summary for group in groups for summary in group.summaries]
     completed = any(summary.metrics.completed < summary.metrics.planned for summary in summaries)
     columns = (
         Column("policy", "label", fold=True),
-        _OUTPUT.column(),
+        leading.column(),
         *versus,
         *(figure.column() for figure in figures),
         *([Column(COMPLETED, "label", right=True)] if completed else []),
@@ -114,8 +115,8 @@ def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = Fals
     rows = [
         (
             _marked(group),
-            _OUTPUT.cell(group),
-            *([_gain(group, baseline)] if versus else []),
+            leading.cell(group),
+            *([_gain(group, baseline, leading)] if versus else []),
             *(figure.cell(group) for figure in figures),
             *([_completed(group)] if completed else []),
         )
@@ -174,18 +175,19 @@ def _by_part(
 ) -> Section:
     """One row per part and policy; no gains if there is one policy."""
     versus = [Column(f"vs\n{case.baseline.policy}", "change", key="gain")] if len(case.groups) > 1 else []
+    leading = _leading(case.groups)
     columns = (
         Column(kind, "label", fold=True),
         *([Column("priority", "label", right=True)] if priorities else []),
         Column("policy", "label", fold=True),
-        _OUTPUT.column(),
+        leading.column(),
         *versus,
         *(figure.column() for figure in figures),
     )
     rows = tuple(
         (
-            name, *([str(priorities.get(name, 0))] if priorities else []), _marked(group),
-            _OUTPUT.cell(group), *([_gain(group, baseline_group(groups))] if versus else []),
+            name, *([str(priorities.get(name, 0))] if priorities else []), _marked(group), leading.cell(group),
+            *([_gain(group, baseline_group(groups), leading)] if versus else []),
             *(f.cell(group) for f in figures),
         )
         for name, groups in groups_by_name
@@ -214,7 +216,7 @@ def sessions(case: ComparisonCase) -> Section | None:
     told_apart = any(summary.sessions[""].tool.count for summary in case.summaries if summary.sessions)
     shown = [pair for pair in _OF_SESSIONS if told_apart or pair[0].key not in ("tool_share", "think_share")]
     rows: list[tuple[Value, ...]] = [
-        (name, group.policy, _jobs(group), *(_of_sessions(group, figure) for _, figure in shown))
+        (name, _marked(group), _jobs(group), *(_of_sessions(group, figure) for _, figure in shown))
         for name, groups in groups_by_class
         for group in groups
         if all(summary.sessions for summary in group.summaries)
@@ -240,7 +242,35 @@ def _of_sessions(group: Group, of: Callable[[SessionFigures], float | None]) -> 
     return MeanFigure(fmean(known), stdev(known) if len(known) > 1 and not group.copies else None)
 
 
+def _without_tokens(groups: Sequence[Group]) -> bool:
+    """Whether answers have no output tokens: embeddings and the like."""
+    metrics = [summary.metrics for group in groups for summary in group.summaries]
+    return any(m.completed for m in metrics) and not any(m.total_output_tokens for m in metrics)
+
+
+def _leading(groups: Sequence[Group]) -> _Figure:
+    """The throughput by which policies are ranked: of prompts where answers have no tokens."""
+    return _INPUT if _without_tokens(groups) else _OUTPUT
+
+
 def _figures(groups: Sequence[Group], *, all_percentiles: bool) -> list[_Figure]:
+    if without_tokens := _without_tokens(groups):
+        figures = [_median("e2el"), *_tails(groups, "e2el", all_percentiles=all_percentiles), _REQUESTS]
+    else:
+        figures = _figures_of_tokens(groups, all_percentiles=all_percentiles)
+    if any(summary.slo for group in groups for summary in group.summaries):
+        figures += _LIMITS
+    for shown, known in ((_COSTS, "price_per_hour"), (_ENERGY, "gpu_energy_j")):
+        if any(
+            getattr(summary_of_run.metrics.economy, known) is not None
+            for group in groups
+            for summary_of_run in group.summaries
+        ):
+            figures += shown
+    return [figure for figure in figures if not (without_tokens and figure in _PER_TOKEN)]
+
+
+def _figures_of_tokens(groups: Sequence[Group], *, all_percentiles: bool) -> list[_Figure]:
     figures = [_STEADY]
     for name in ("ttft", "tpot"):
         figures += [_median(name), *_tails(groups, name, all_percentiles=all_percentiles)]
@@ -252,17 +282,7 @@ def _figures(groups: Sequence[Group], *, all_percentiles: bool) -> list[_Figure]
         figures += _tails(groups, "e2el", all_percentiles=True)
     if any(summary.drafted for group in groups for summary in group.summaries):
         figures.append(_DRAFTED)
-    figures += [_USER, _INPUT, _REQUESTS]
-    if any(summary.slo for group in groups for summary in group.summaries):
-        figures += _LIMITS
-    for shown, known in ((_COSTS, "price_per_hour"), (_ENERGY, "gpu_energy_j")):
-        if any(
-            getattr(summary_of_run.metrics.economy, known) is not None
-            for group in groups
-            for summary_of_run in group.summaries
-        ):
-            figures += shown
-    return figures
+    return [*figures, _USER, _INPUT, _REQUESTS]
 
 
 def _median(latency: str) -> _Figure:
@@ -318,8 +338,8 @@ def _estimate(latency: str, name: str) -> Figure:
     return value
 
 
-def _gain(group: Group, baseline: Group) -> Value:
-    gain_over = None if group is baseline else gain(group, baseline)
+def _gain(group: Group, baseline: Group, figure: _Figure) -> Value:
+    gain_over = None if group is baseline else gain(group, baseline, figure.of)
     return None if gain_over is None else MeanFigure(gain_over.mean, gain_over.spread)
 
 
@@ -338,12 +358,13 @@ def legend(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) ->
         copies = all(group.copies for group in several)
         agree = f"{counted} repeats that agree in every figure: no spread"
         parts.append(agree if copies else f"mean ± standard deviation over {counted} seeds")
-    parts += [
-        "whole run: first intended start to last completion",
-        "steady: only while the load is at its target",
-        "TTFT and E2EL count from the intended start",
-        "per user: 1 / median TPOT",
-    ]
+    parts.append("whole run: first intended start to last completion")
+    without_tokens = all(_without_tokens(case.groups) for case in cases)
+    if without_tokens:
+        parts.append("E2EL counts from the intended start")
+    else:
+        parts += ["steady: only while the load is at its target", "TTFT and E2EL count from the intended start"]
+        parts.append("per user: 1 / median TPOT")
     if any(summary.sessions for case in cases for summary in case.summaries):
         parts.append(
             "session time: intended start to its last token; in the model: while a request of it is open, wait: the "
@@ -354,7 +375,8 @@ def legend(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) ->
             "per step: tokens that a decode step with drafts yields per sequence, the accepted ones and one more"
         )
     groups = [group for case in cases for group in case.groups]
-    lowered = [latency.upper() for latency in _TAILS[:3] if sound_percentile(groups, latency) in ("p90", "p95")]
+    tails = _TAILS[3:] if without_tokens else _TAILS[:3]
+    lowered = [latency.upper() for latency in tails if sound_percentile(groups, latency) in ("p90", "p95")]
     if all_percentiles:
         parts.append("?: too few samples for this percentile, do not rely on it")
     elif lowered:

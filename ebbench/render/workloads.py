@@ -79,7 +79,10 @@ def _print_traffic(console: Console, log: dict[str, Any]) -> None:
         if "turns_with_history" in sessions:
             parts.append(f"{sessions['turns_with_history']:.0%} of later prompts can hold the session so far")
         if "pause_median_s" in sessions:
-            parts.append(f"pauses: median {sessions['pause_median_s']:.3g} s, mean {sessions['pause_mean_s']:.3g} s")
+            of_tools = f", {sessions['tool_pauses']:.0%} of tools" if "tool_pauses" in sessions else " (tools or users)"
+            parts.append(
+                f"pauses: median {sessions['pause_median_s']:.3g} s, mean {sessions['pause_mean_s']:.3g} s{of_tools}"
+            )
         if sessions["parallel_requests"]:
             parts.append(f"{sessions['parallel_requests']:,} requests do not wait just for the one before")
         console.print("; ".join(parts))

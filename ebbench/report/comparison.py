@@ -24,7 +24,7 @@ from ebbench.analysis.paired import (
 )
 from ebbench.analysis.units import DRAFTS, GateUnit, gate_units, is_higher_better, label_of
 from ebbench.analysis.validity import by_settings, told_once
-from ebbench.analysis.verdict import COPIES, GATED, repeated_until_clear
+from ebbench.analysis.verdict import COPIES, gated_by_default, repeated_until_clear, units_of
 from ebbench.errors import DataError, EbbenchError
 from ebbench.records.run import Run
 from ebbench.records.warnings import fact
@@ -248,6 +248,7 @@ def _gate_notes(comparison: PairedComparison) -> list[str]:
 
 _DECIDING = {
     "output_throughput": "output tokens/s",
+    "request_throughput": "requests/s",
     "request_goodput": "requests/s within the limits",
     REQUEST_TIME: "time per request (median)",
 }
@@ -281,7 +282,7 @@ def legend(comparison: PairedComparison) -> str:
     sequential = any(repeated_until_clear(policy.pairs) for policy in comparison.others)
     test = "valid after every pair (--repeats auto)" if sequential else "exact sign-flip test"
     text += f"; p: {test}, two-sided, Holm-adjusted over throughput and medians of all policies"
-    more = dict.fromkeys(c.deciding for c in comparison.others if c.deciding not in GATED)
+    more = dict.fromkeys(c.deciding for c in comparison.others if c.deciding not in gated_by_default(units_of(c.pairs)))
     text += "".join(f"; {label_of(figure)} decides here and counts as one test more" for figure in more)
     if pairs < needed:
         return f"{text}. {counted} cannot show any difference: use --repeats {needed} or more."

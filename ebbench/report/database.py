@@ -55,14 +55,18 @@ def connect(runs: Sequence[Run], *, summaries: bool = True) -> Any:
     for name, schema in VIEWS.items():
         # The directory as ``runs`` spells it, "." too, so that the column ``run`` joins.
         paths = [f"{run.path}/{name}.parquet" for run in runs if (run.path / f"{name}.parquet").exists()]
+        empty = pa.schema([pa.field("run", pa.string()), *schema]).empty_table()
+        connection.register(f"_{name}", empty)
         if not paths:  # none of the runs read server metrics
-            empty = pa.schema([pa.field("run", pa.string()), *schema]).empty_table()
-            connection.register(f"_{name}", empty)
             connection.execute(f"create view {name} as select * from _{name}")
             continue
         relation = connection.read_parquet([_unglobbed(path) for path in paths], filename=True, union_by_name=True)
         tail = len(f"/{name}.parquet")
-        relation.project(f"left(filename, len(filename) - {tail}) as run, * exclude (filename)").create_view(name)
+        own = relation.project(f"left(filename, len(filename) - {tail}) as run, * exclude (filename)")
+        own.create_view(f"_stored_{name}")
+        # Columns that none of the files has, since their code was older, are null.
+        both = f"select * from _stored_{name} union all by name select * from _{name}"
+        connection.execute(f"create view {name} as {both}")
     directories = [str(run.path) for run in runs]  # DuckDB checks a path as given and as resolved
     allowed = dict.fromkeys([*directories, *map(_unglobbed, directories)])
     literals = ", ".join("'" + path.replace("'", "''") + "/'" for path in allowed)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ebbench import __version__
+from ebbench.errors import RunError
 from ebbench.installation import need
 from ebbench.records import files
 from ebbench.render import palette
@@ -286,9 +289,21 @@ def render(page: Page) -> str:
 
 @cache
 def library() -> str:
-    """Vega, Vega-Lite and Vega-Embed in one script, safe inside a script element."""
-    bundle: str = need("vl_convert", "the HTML report").javascript_bundle()
-    return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+    """Vega, Vega-Lite and Vega-Embed in one script, safe inside a script element.
+
+    Making it takes half of the time of a page, so it is kept in the user's cache.
+    """
+    vl_convert = need("vl_convert", "the HTML report")
+    caches = os.environ.get("XDG_CACHE_HOME")
+    kept = (Path(caches) if caches else Path.home() / ".cache") / "ebbench" / f"vega-{vl_convert.__version__}.js"
+    try:
+        return kept.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        bundle: str = vl_convert.javascript_bundle()
+    safe = bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+    with suppress(RunError):  # a home that cannot be written costs time, not the page
+        files.write_text(safe, kept)
+    return safe
 
 
 def write(page: Page, path: Path) -> None:

@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.environment import FRONT_END_MS
 from ebbench.analysis.explain import STEP_COLUMNS, KvPressure, kv_pressure, kv_pressure_by_metrics
 from ebbench.analysis.metrics import QUANTILES, Metrics, Slo, latency_columns, measure, samples_needed, steady_windows
 from ebbench.analysis.sessions import sessions_table
@@ -43,7 +42,6 @@ from ebbench.records.warnings import (
     RunWarning,
     warning,
 )
-from ebbench.runs.api_server import api_server_warning
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts
 from vllm_eb.policy import PolicySpec
 
@@ -394,10 +392,7 @@ def _manifest(
     warnings: tuple[RunWarning, ...],
 ) -> Manifest:
     plan, device = context.plan, result.device or context.device
-    facts = {
-        **plan.facts, **result.facts, **(dict(device.identity) if context.device_known else {}),
-        **_front_end(context, device),
-    }  # fmt: skip
+    facts = {**plan.facts, **result.facts, **(dict(device.identity) if context.device_known else {})}
     versions = dict(context.versions)
     if context.engine != "sim":
         from ebbench.engines.machine import engine_versions
@@ -433,16 +428,6 @@ def _manifest(
     )
 
 
-def _front_end(context: RunContext, device: Device) -> dict[str, float]:
-    """The time in front of a simulated engine: the option's, else that of the device; nothing where there is none."""
-    if context.engine not in VIRTUAL_TIME:
-        return {}
-    from ebbench.devices.profiles import answering_costs
-
-    costs = answering_costs(context.options, device.profile)
-    return {FRONT_END_MS: costs.latency_us / 1e3} if costs is not None and costs.latency_us else {}
-
-
 def _kv_tokens(context: RunContext, device: Device, facts: Mapping[str, Any]) -> int | None:
     """KV cache of an instance in tokens; None if it is unknown, as behind a server that ebbench did not start.
 
@@ -469,8 +454,6 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics, batch
         *context.warnings,
         *_measurement_warnings(context.plan, metrics),
     ]
-    if limit := api_server_warning(context.engine, context.options, result.facts, metrics):
-        warnings.append(limit)
     once: dict[str, RunWarning] = {}
     for stored in warnings:
         once.setdefault(str(stored), stored)

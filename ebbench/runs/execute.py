@@ -15,8 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ebbench.analysis.environment import API_SERVER
 from ebbench.analysis.metrics import Slo, parse_class_slo, refuse_unknown_classes
-from ebbench.analysis.summary import Summary, metrics_dict, summarise_phases
+from ebbench.analysis.summary import Drafted, Summary, metrics_dict, summarise_phases
 from ebbench.analysis.validity import of_device
 from ebbench.devices.base import Device
 from ebbench.engines.base import Engine, EngineResult, Observer, Progress, stated_limits, uses_priorities
@@ -26,18 +27,91 @@ from ebbench.records.files import TableParts
 from ebbench.records.manifest import RunLabels, wall_clock_ns
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, RunWriter
-from ebbench.records.warnings import RunWarning, warning
+from ebbench.records.warnings import SERVER_BUSY, SERVER_LIMITS, SERVER_SIMULATED, RunWarning, warning
 from ebbench.render.documents import Console
 from ebbench.render.live import Work, reporter, shown
 from ebbench.runs.conclude import RunContext, begin, conclude_with_summary, pool_figures
 from ebbench.runs.prepare import Prepared, Series, prepare
 from ebbench.spec.run import RunSpec
-from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, is_server
+from ebbench.spec.server import AUTO, DEFAULT_CLASS, OFF, VIRTUAL_TIME, EngineOptions, is_server
 from vllm_eb.policy import PolicySpec
 
 if TYPE_CHECKING:
     from ebbench.engines.base import Engine
     from ebbench.records.manifest import Manifest
+
+
+def run_plan(
+    engine: Engine, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None
+) -> tuple[Plan, EngineResult]:
+    """Run ``plan``; returns the result and the plan, or its part that was released in time.
+
+    Every simulated run of a command comes through here: vLLM's API server stands before its engine if that was asked
+    for, or under ``auto`` if a run without it would keep it busy. Raises what the engine raises.
+    """
+
+    if engine.name not in VIRTUAL_TIME:
+        return _released_in_time(engine, plan, policy, device, options, observer)
+
+    def run(api_server: str) -> tuple[Plan, EngineResult, RunWarning | None]:
+        chosen = replace(options, api_server=api_server)
+        part, result = _released_in_time(engine, plan, policy, device, chosen, observer)
+        return part, result, api_server_warning(result, chosen)
+
+    asked = options.api_server
+    simulated = OFF if asked == AUTO else asked
+    part, result, busy = run(simulated)
+    told = [busy]
+    if asked == AUTO and busy is not None:
+        simulated = DEFAULT_CLASS
+        part, result, limit = run(simulated)
+        told = [msgspec.structs.replace(busy, code=SERVER_SIMULATED), limit]
+    warnings = (*result.warnings, *(said for said in told if said is not None))
+    return part, replace(result, facts={**result.facts, API_SERVER: simulated}, warnings=warnings)
+
+
+BUSY = 0.8
+"""Share of a process's time from which its queue delays answers noticeably."""
+LIMITING = 0.9
+"""Share of the whole time of a run, its beginning and end included, from which the processes limit it."""
+
+
+def api_server_warning(result: EngineResult, options: EngineOptions) -> RunWarning | None:
+    """A warning if the API servers limit a simulated run, or would be busy for most of it where they are left out.
+
+    vLLM starts one process per data-parallel unit, unless their number per engine is set.
+    """
+    if result.interrupted or result.invalid:
+        return None
+    from ebbench.simulation.front_end import find_api_server
+
+    units, instances = (int(result.facts.get(f"answering_{what}", 1)) for what in ("units", "instances"))
+    needed = processes_needed(result, options.api_server)
+    if options.api_server == OFF:
+        values = {"needed": needed, "processes": units, "token_us": find_api_server(DEFAULT_CLASS).token_us}
+        return warning(SERVER_BUSY, **values) if needed >= BUSY * units else None
+    processes = units if options.api_server_count is None else options.api_server_count * instances
+    if needed < LIMITING * processes:
+        return None
+    return warning(SERVER_LIMITS, busy=needed / processes, processes=max(1, processes // instances))
+
+
+def processes_needed(result: EngineResult, name: str) -> float:
+    """Processes of vLLM's API server, of class ``name``, that a run's requests keep busy all the time."""
+    from ebbench.simulation.front_end import find_api_server
+
+    costs = find_api_server(DEFAULT_CLASS if name == OFF else name)
+    columns = result.requests.select(["status", "input_tokens", "output_tokens", "intended_ns", "last_token_ns"])
+    answered = columns.filter(pc.equal(columns["status"], "ok"))
+    if not answered.num_rows:
+        return 0.0
+    drafted = Drafted.of(result.facts)
+    accepted = 0 if drafted is None else drafted.accepted_tokens  # which leave in the message of another token
+    streamed = max(pc.sum(answered["output_tokens"]).as_py() - accepted, 0)
+    prompts_us = costs.prompt_token_us * pc.sum(answered["input_tokens"]).as_py()
+    busy_us = costs.request_us * answered.num_rows + prompts_us + costs.token_us * streamed
+    span_ns = pc.max(answered["last_token_ns"]).as_py() - pc.min(columns["intended_ns"]).as_py()
+    return float(1e3 * busy_us / span_ns) if span_ns else 0.0
 
 
 # `--duration` in a closed loop: stop the release of sessions after so many seconds, on any engine.
@@ -46,13 +120,9 @@ if TYPE_CHECKING:
 # released ones become the run's plan; the original plan is kept, so that runs can be compared.
 
 
-def run_plan(
+def _released_in_time(
     engine: Engine, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None
 ) -> tuple[Plan, EngineResult]:
-    """Run ``plan``; returns the result and the plan, or its part that was released in time.
-
-    Raises what the engine raises.
-    """
     if plan.release_for_s is None:
         return plan, engine.run(plan, policy, device, options, observer)
     if engine.name not in VIRTUAL_TIME:

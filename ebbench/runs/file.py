@@ -18,14 +18,13 @@ from ebbench.errors import UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml, read_toml
 from ebbench.spec.commands import DEFAULTS, SET_BY_SEARCH, PlanCommand, RunCommand, SearchCommand
 from ebbench.spec.run import RunSpec, known_settings, make_spec, named_as_keys, settings_of
-from ebbench.spec.server import VIRTUAL_TIME, is_server, version_defaults
+from ebbench.spec.server import ONLY_SIMULATED, VIRTUAL_TIME, is_server, version_defaults
 
 # Settings of a run by name, as sweep files give them and tables of results store them.
 
-_SIMULATORS = ("api_server", "api_server_count", "front_end_ms", "vllm_version")
-_ANYWHERE = ("warmup", "max_model_len", *_SIMULATORS)
+_ANYWHERE = ("warmup", "max_model_len", *ONLY_SIMULATED)
 """Settings of the server that the load generator uses too, or that are refused with a reason of their own."""
-_STATED = ("max_num_seqs", "max_num_batched_tokens", *_SIMULATORS)
+_STATED = ("max_num_seqs", "max_num_batched_tokens", *ONLY_SIMULATED)
 """Settings that the command line accepts for a running server, with a note that they change nothing; a file refuses
 them."""
 
@@ -227,30 +226,30 @@ JOBS: Mapping[str, Job] = {
     "simulation": Job(
         "Policies compared on a simulated GPU, under one load.", "run",
         {"workload": "sharegpt", **_SIMULATED, "engine": "sim", "num_prompts": 2000, "max_concurrency": 256,
-         "repeats": 1, "output_dir": "runs/simulation"},
+         "repeats": 1},
         _OF_A_CLIENT,
     ),
     "server": Job(
         "A server that runs already, measured over HTTP.", "run",
         {"workload": "sharegpt", "engine": "http://127.0.0.1:8000", "request_rate": 5.0, "num_prompts": 500,
-         "goodput": "ttft:500 tpot:50", "endpoint": "completions", "output_dir": "runs/server"},
+         "goodput": "ttft:500 tpot:50", "endpoint": "completions"},
         _OF_SIMULATION,
     ),
     "vllm": Job(
         "vLLM servers on this machine, started for the run, one per policy.", "run",
         {"workload": "sharegpt", "engine": "vllm", "policy": ["v1", "ebplus"], "model": DEFAULT_MODEL,
-         "num_prompts": 500, "max_concurrency": 64, "max_num_seqs": 64, "vllm_options": [], "output_dir": "runs/vllm"},
+         "num_prompts": 500, "max_concurrency": 64, "max_num_seqs": 64, "vllm_options": []},
     ),
     "log": Job(
         "Your own traffic: the requests of a log at its own times, on a simulated GPU.", "run",
         {"workload": "log:requests.jsonl", **_SIMULATED, "engine": "sim", "scenario": "trace", "speed": 1.0,
-         "goodput": "ttft:500 tpot:50", "output_dir": "runs/log"},
+         "goodput": "ttft:500 tpot:50"},
         _OF_A_CLIENT,
     ),
     "capacity": Job(
         "The highest load within latency limits.", "capacity",
         {"workload": "sharegpt", "goodput": "ttft:500 tpot:50", "attainment": 0.95, "by": "rate", **_SIMULATED,
-         "engine": "sim", "output_dir": "runs/capacity"},
+         "engine": "sim"},
         _OF_A_CLIENT,
     ),
     "sweep": Job(

@@ -24,7 +24,7 @@ from ebbench.devices.profiles import find_profile
 from ebbench.errors import UsageError
 from ebbench.installation import bundled_dir
 from ebbench.records.run import slug
-from ebbench.spec.run import RunSpec, as_dict
+from ebbench.spec.run import RunSpec, as_dict, known_settings
 from ebbench.spec.server import VIRTUAL_TIME, is_server
 from ebbench.workloads.options import RECORDED, is_mixture, is_recorded
 
@@ -296,18 +296,9 @@ _PREFIXES = (*RECORDED, "file:")
 
 def _values_that_name_files(spec: RunSpec) -> Mapping[str, str | None]:
     """Settings that may name a user's file, whose content is then part of the key."""
-    plan = spec.plan
-    return {
-        "workload": plan.workload,
-        "scenario": plan.scenario,
-        "source": plan.source,
-        "tokenizer": plan.tokenizer,
-        "model": spec.model,
-        "device": spec.device,
-        "topology": spec.cluster.topology if isinstance(spec.cluster.topology, str) else None,
-        "calibration": spec.calibration,
-        "api_server": spec.server.api_server,
-    }
+    named = {name: declared.part for name, declared in known_settings().items() if declared.file}
+    values = {name: getattr(getattr(spec, part) if part else spec, name) for name, part in named.items()}
+    return {name: value if isinstance(value, str) else None for name, value in values.items()}
 
 
 def _files(spec: RunSpec) -> dict[str, str]:

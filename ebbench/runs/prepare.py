@@ -20,6 +20,7 @@ from ebbench.engines.base import (
     Engine,
     check_counts,
     check_fits,
+    check_front_end,
     check_options,
     refuse_priorities,
     refuse_queue_limits,
@@ -42,9 +43,9 @@ from ebbench.records.plan import Plan
 from ebbench.runs.file import starts_a_server, with_batch_limits
 from ebbench.spec.commands import DEFAULTS
 from ebbench.spec.run import RunSpec, known_settings, make_spec
-from ebbench.spec.server import AUTO, DEFAULT_CLASS, VIRTUAL_TIME, EngineOptions, first_choice, is_server, only_if_busy
+from ebbench.spec.server import VIRTUAL_TIME, is_server
 from ebbench.workloads import planner
-from ebbench.workloads.options import PlanOptions
+from ebbench.workloads.options import PlanOptions, has_priorities
 from ebbench.workloads.planner import make_plan
 from vllm_eb.policy import PolicySpec, UnknownPolicyError, descriptions, parse_policy, settings_of
 
@@ -199,8 +200,6 @@ class Series:
     """Stop before ``repeats`` if more would not help."""
     policies_stated: bool = True
     """The user named the policies, and did not leave them at their default."""
-    api_server_if_busy: bool = False
-    """Simulate again with vLLM's API server if a run would keep it busy."""
     price_per_hour: float | None = None
 
     @property
@@ -230,15 +229,9 @@ class Series:
         if plan.keep_text and engine.name in VIRTUAL_TIME:
             raise UsageError(f"--keep-text sends a log's prompts to a server; {engine.name} reads none, leave it out")
         if not is_server(self.spec.engine):
-            from ebbench.workloads.mixture import has_priorities
-
             refuse_priorities(has_priorities(plan), self.spec.server)
         if plan.cache_hit_rate is not None and not self.spec.server.enable_prefix_caching:
             raise UsageError("--cache-hit-rate needs the prefix cache; leave out --no-prefix-caching")
-
-    def with_api_server(self) -> Series:
-        """A copy of the series in which vLLM's API server is simulated."""
-        return replace(self, spec=self.spec.changed(api_server=DEFAULT_CLASS), api_server_if_busy=False)
 
     def labelled(self, engine: Engine) -> Series:
         """The series with the policy that a server reports, if none was given.
@@ -297,12 +290,10 @@ def parse_series(settings: Mapping[str, Any]) -> Series:
     """
     settings = {**DEFAULTS, **settings}
     engine = settings["engine"]
-    api_server = settings["api_server"], settings.get("api_server_count")
     policies = settings.get("policy")
     if policies is not None:
         refuse_empty("policy", policies)
     settings = {name: value for name, value in settings.items() if name != "policy"} | {
-        "api_server": first_choice(*api_server),
         "vllm_options": tuple(settings.get("vllm_options") or ()),
     }
     _refuse_for_server(engine, settings)
@@ -315,7 +306,6 @@ def parse_series(settings: Mapping[str, Any]) -> Series:
         replace(spec, policy=chosen[0].name),
         tuple(chosen),
         policies_stated=bool(policies),
-        api_server_if_busy=only_if_busy(*api_server),
     )
 
 
@@ -369,14 +359,14 @@ def each_once(option: str, values: Sequence[Any]) -> None:
             raise UsageError(f"{option} {value} is given twice; give it once")
 
 
-def checked_server(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """``model`` and ``api_server`` of these settings as a simulation takes them.
+def checked_server(settings: Mapping[str, Any]) -> str:
+    """The model of these settings as a simulation takes it.
 
     Raises UsageError for settings of OF_A_SERVER that it cannot have, before anything is simulated.
     """
     from ebbench.devices.base import quantised, start_up
     from ebbench.devices.loader import check_drafts
-    from ebbench.devices.profiles import as_decoder, chosen_api_server, find_model
+    from ebbench.devices.profiles import as_decoder, find_model
     from ebbench.spec.server import parse_speculative, with_acceptance
     from ebbench.workloads.options import fitted_acceptance
 
@@ -387,26 +377,19 @@ def checked_server(settings: Mapping[str, Any]) -> dict[str, Any]:
     if (drafts := settings.get("speculative")) is not None:
         known = fitted_acceptance(settings.get("workload", ""))
         check_drafts(parse_speculative(with_acceptance(drafts, known)), geometry)
-    count = settings.get("api_server_count")
-    api_server = first_choice(settings.get("api_server", AUTO), count)
-    chosen_api_server(api_server, count)
+    check_front_end(settings)
     if (version := settings.get("vllm_version")) is not None:
         start_up(version)
-    return {"model": name, "api_server": api_server}
-
-
-def api_server_if_busy(settings: Mapping[str, Any]) -> bool:
-    """Whether to simulate again with vLLM's API server where it would be busy."""
-    return only_if_busy(settings.get("api_server", AUTO), settings.get("api_server_count"))
+    return name
 
 
 def _refuse_for_server(engine: str, settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for settings that a server which already runs would not take."""
+    """Raise UsageError for settings that a real server, or one which already runs, would not take."""
     if is_server(engine):
         known = known_settings()
         refuse_server_settings(engine, [known[name].option_names[0] for name in settings if starts_a_server(name)])
-        simulated = ("api_server", "api_server_count", "front_end_ms", "vllm_version")
-        refuse_simulated(EngineOptions(**{name: settings[name] for name in simulated if name in settings}), "endpoint")
+    if (name := "endpoint" if is_server(engine) else chosen_engine(engine)) not in VIRTUAL_TIME:
+        refuse_simulated(settings, name)
 
 
 def _refuse_for_simulator(engine: str, settings: Mapping[str, Any]) -> None:

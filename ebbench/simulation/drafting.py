@@ -240,8 +240,8 @@ class DraftingScheduler(Scheduler):
             self.on_verified(*(counts.tolist() for counts in counted))
         firsts = state.next_slot.take(rows)
         state.token_ns[token_slots(firsts, yields)] = step.end_ns
-        if self.api_servers is not None:
-            self.api_servers.stream(step.end_ns, rows, firsts, yields)
+        if self.front_end is not None:
+            self.front_end.stream(step.end_ns, rows, firsts, yields)
         state.next_slot[rows] = firsts + yields
         rejected = drafts - accepted
         if stale:

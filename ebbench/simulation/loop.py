@@ -1,4 +1,4 @@
-"""The event loop: one virtual clock for clients, dispatchers, engines, decode pools and KV transfers.
+"""The event loop of a simulation and its stages: pools of equal engines behind one dispatcher.
 
 Events at the same nanosecond are taken in the order of :mod:`ebbench.simulation.state`. One engine alone runs in the
 same loop, without dispatcher and network.
@@ -7,19 +7,18 @@ same loop, without dispatcher and network.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ebbench.records.plan import Plan
+from ebbench.records.plan import CHUNK_TOKENS, Plan, block_tokens
 from ebbench.records.warnings import RunWarning, warning
-from ebbench.simulation.api_server import ApiServers, QueueLimits
-from ebbench.simulation.engine import OnPass
+from ebbench.simulation.engine import EngineLoop, OnPass, Unit
+from ebbench.simulation.front_end import FrontEnd, QueueLimits
 from ebbench.simulation.releases import Releases
 from ebbench.simulation.scheduler import HangUps
-from ebbench.simulation.stage import Stage
 from ebbench.simulation.state import (
     ARRIVAL,
     BACK,
@@ -40,12 +39,94 @@ from ebbench.simulation.state import (
     UNSET,
     WAKE,
     Failure,
+    RequestState,
     StoreFullError,
 )
 
 if TYPE_CHECKING:
-    from ebbench.dispatch import EndForward, Order
+    from ebbench.dispatch import Dispatcher, DispatchRequest, EndForward, Order
     from ebbench.simulation.transfer import Handover, Transfer
+
+
+@dataclass
+class Stage:
+    """Engines and their dispatcher; None sends everything to the only unit.
+
+    ``prefixes`` returns the leading blocks of a request's prompt; None if the dispatcher does not use them.
+    ``received``: requests received per unit. ``timer_ns``: when the dispatcher wants to be polled.
+    ``front_ends``: one per engine, through which clients reach it.
+    """
+
+    state: RequestState
+    engines: list[EngineLoop]
+    front_ends: list[FrontEnd]
+    dispatcher: Dispatcher | None = None
+    prefixes: Callable[[int], tuple[int, ...]] | None = None
+    timer_ns: int | None = None
+    units: list[Unit] = field(init=False)
+    engine_of_unit: list[int] = field(init=False)
+    units_of_engine: list[list[int]] = field(init=False)
+    woken: list[bool] = field(init=False)
+    received: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.units = [unit for engine in self.engines for unit in engine.units]
+        self.engine_of_unit = [place for place, engine in enumerate(self.engines) for _ in engine.units]
+        self.units_of_engine = [[] for _ in self.engines]
+        for unit, place in enumerate(self.engine_of_unit):
+            self.units_of_engine[place].append(unit)
+        self.woken = [False] * len(self.engines)
+        self.received = [0] * len(self.units)
+        for served, front_end in zip(self.units, map(self.front_ends.__getitem__, self.engine_of_unit), strict=True):
+            served.scheduler.front_end = front_end if front_end.streams else None
+
+    def enter(self, row: int, unit: int, now_ns: int) -> int:
+        """A request comes to the front end of the unit's engine; returns when it enters the engine, in ns."""
+        return self.front_ends[self.engine_of_unit[unit]].enter(row, now_ns)
+
+    def dispatch_request(self, row: int) -> DispatchRequest:
+        """The request as the dispatcher sees it, without its output length."""
+        from ebbench.dispatch import DispatchRequest
+
+        tokens = int(self.state.prompt[row])
+        return DispatchRequest(row, tokens, tokens, self.prefixes(row) if self.prefixes is not None else ())
+
+    def report(self, engine: int, duration_ns: int) -> EndForward:
+        """The signal of the engine at the end of a pass of that duration."""
+        from ebbench.dispatch import EndForward, UnitReport
+
+        schedulers = [unit.scheduler for unit in self.engines[engine].units]
+        generates = any(scheduler.generates for scheduler in schedulers)
+        if generates and self.dispatcher is not None and not self.dispatcher.wants_units:
+            return EndForward(engine, duration_ns, continues=True, generates=True)
+        reports = []
+        continues = generates
+        for unit, scheduler in zip(self.units_of_engine[engine], schedulers, strict=True):
+            queued = scheduler.queued_tokens()
+            continues = continues or queued > 0 or self.engines[engine].busy
+            kv_tokens = scheduler.kv_blocks_used * scheduler.limits.block_size
+            reports.append(UnitReport(unit, self.received[unit], queued, kv_tokens))
+        return EndForward(engine, duration_ns, continues, generates, tuple(reports))
+
+
+def prefix_reader(plan: Plan) -> Callable[[int], tuple[int, ...]]:
+    """Returns a function for the prefix hashes of a plan's prompts, one per 512 tokens: hash ids if the plan has them,
+    else content."""
+    step = max(1, CHUNK_TOKENS // block_tokens(plan.table))
+    hash_ids = plan.table["hash_ids"].to_pylist()
+    content = plan.table["content"].to_pylist()
+    tokens = plan.table["input_tokens"].to_pylist()
+
+    def read(row: int) -> tuple[int, ...]:
+        if hash_ids[row]:
+            return tuple(hash_ids[row][step - 1 :: step])
+        return tuple(_blocks(content[row], tokens[row] // CHUNK_TOKENS))
+
+    return read
+
+
+def _blocks(content: int, count: int) -> Iterator[int]:
+    return (hash((content, block)) for block in range(count))
 
 
 class PassSignals:
@@ -97,7 +178,7 @@ class DecodePool:
         self._loop, self._handover = loop, handover
         self._unplaced: set[int] = set()  # computed, without a unit yet
         self._placed: list[int] = []  # with a unit since the last poll, in the order of the dispatcher
-        self._entry_ns: dict[int, int] = {}  # when the decode unit's API server is done with a request
+        self._entry_ns: dict[int, int] = {}  # when the decode unit's front end is done with a request
         handover.start = self._started
 
     def hand_over(self, rows: list[int]) -> None:
@@ -127,8 +208,7 @@ class DecodePool:
         placed, self._placed = self._placed, []
         for row in placed:
             target = self.unit_of[row]
-            if (servers := loop.back.api_servers_of(target)) is not None:
-                self._entry_ns[row] = servers.enter(row, loop.now_ns)
+            self._entry_ns[row] = loop.back.enter(row, target, loop.now_ns)
             self._start_all(self._handover.send(row, int(loop.unit_of[row]), target, loop.now_ns))
 
     def _start_all(self, transfers: list[Transfer]) -> None:
@@ -223,7 +303,7 @@ class EventLoop:
         queue_limits: QueueLimits | None = None,
     ) -> None:
         """``warmup``: number of requests before the plan; ``begin`` is called when they have ended, before the plan
-        starts. ``queue_limits`` of the only API server."""
+        starts. ``queue_limits`` of the only front end."""
         self.front, self.back, self.handover = front, back, handover
         self.stages = [front] if back is None else [front, back]
         self.last = self.stages[-1]
@@ -380,14 +460,9 @@ class EventLoop:
         self._deliver(FRONT, unit, (row,))
 
     def _deliver(self, index: int, unit: int, rows: Sequence[int]) -> None:
-        """Deliver requests to the API server of their unit; without one, to the unit itself."""
-        stage = self.stages[index]
-        if not stage.api_servers:
-            self._enter(index, unit, rows)
-            return
-        servers = stage.api_servers[stage.engine_of_unit[unit]]
+        """Deliver requests to the front end of their unit's engine."""
         for row in rows:
-            self.enter_at(servers.enter(row, self.now_ns), index, unit, row)
+            self.enter_at(self.stages[index].enter(row, unit, self.now_ns), index, unit, row)
 
     def enter_at(self, time_ns: int, index: int, unit: int, row: int) -> None:
         """Deliver a request to its unit at that time, or now if it has passed."""
@@ -494,19 +569,16 @@ class EventLoop:
                 break
             if index == BACK and self._decode_pool is not None:
                 self._decode_pool.decoded(ended)
-            if stage.api_servers:
-                self._depart(stage.api_servers[place], index, ended)
-            else:
-                self._departure((index, ended))
+            self._depart(stage.front_ends[place], index, ended)
         stage.woken[place] = False
         if again_ns is not None:
             self._push_wake(again_ns, index, place)
 
-    def _depart(self, servers: ApiServers, index: int, rows: list[int]) -> None:
-        """Requests that ended in the engine end for their clients when their last tokens have left the API server."""
+    def _depart(self, front_end: FrontEnd, index: int, rows: list[int]) -> None:
+        """Requests that ended in the engine end for their clients when their last tokens have left the front end."""
         at_once: list[int] = []
         for row in rows:
-            departed_ns = servers.departed_ns(row)
+            departed_ns = front_end.departed_ns(row)
             if departed_ns > self.now_ns:
                 self.push(departed_ns, DEPARTURE, (index, [row]))
             else:

@@ -21,7 +21,7 @@ import pyarrow as pa
 from ebbench.devices.base import StepShape
 from ebbench.records.plan import Plan, optional_ints
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, REQUESTS_EXTRAS
-from ebbench.simulation.api_server import ApiServers
+from ebbench.simulation.front_end import FrontEnd
 from ebbench.simulation.kv import CountedKv, KvBlocks, LaidOutKv
 from ebbench.simulation.releases import Beginning, since_beginning
 from ebbench.simulation.state import UNSET, Ints, RequestState
@@ -314,7 +314,7 @@ class Scheduler:
     ) -> None:
         self.state, self.limits, self.kv = state, limits, kv
         self.listeners: list[SchedulerListener] = []
-        self.api_servers: ApiServers | None = None  # stream the tokens to the clients, if simulated
+        self.front_end: FrontEnd | None = None  # streams the tokens to the clients, if they wait there
         self.counted = kv if isinstance(kv, CountedKv) else None  # the same manager, if counting is sufficient
         self.layout = kv.layout if isinstance(kv, LaidOutKv) else None  # where blocks are not by tokens alone
         self.on_verified: Callable[[list[int], list[int]], None] | None = None  # see DraftingScheduler
@@ -708,8 +708,8 @@ class Scheduler:
             self._drain_stale(step)
         slots = state.next_slot.take(sampled)
         state.token_ns[slots] = step.end_ns
-        if self.api_servers is not None:
-            self.api_servers.stream(step.end_ns, sampled, slots)
+        if self.front_end is not None:
+            self.front_end.stream(step.end_ns, sampled, slots)
         slots += 1
         state.next_slot[sampled] = slots
         finished = slots == state.end_slot.take(sampled)
@@ -730,8 +730,8 @@ class Scheduler:
         slots = state.next_slot[rows]
         state.token_ns[slots[:, None] + np.arange(count)] = ends_ns
         state.next_slot[rows] = slots + count
-        if self.api_servers is not None:
-            self.api_servers.stream_steps(ends_ns, rows, slots)
+        if self.front_end is not None:
+            self.front_end.stream_steps(ends_ns, rows, slots)
 
     def _drain_stale(self, step: Step) -> None:
         """A preempted request still gets the token of the step that was in flight."""

@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from typing import Any
-
-import msgspec
 
 from ebbench.analysis.metrics import refuse_unknown_classes
 from ebbench.config.declare import DEFAULT_VLLM, option_name
@@ -21,17 +18,15 @@ from ebbench.engines.base import check_counts
 from ebbench.errors import UsageError
 from ebbench.render.documents import Console
 from ebbench.render.live import Work, shown
-from ebbench.runs.api_server import ApiServerBusyError, again_if_busy
-from ebbench.runs.pool import Pool, make_pool
-from ebbench.runs.prepare import api_server_if_busy, checked_server, each_once, parse_policies
+from ebbench.runs.pool import make_pool
+from ebbench.runs.prepare import checked_server, each_once, parse_policies
 from ebbench.sizing.choose import DeploymentChoice, choose
 from ebbench.sizing.deployments import Candidate, PlanTask, plan_notes
 from ebbench.sizing.limits import limits_of
-from ebbench.sizing.plan_sentences import REFUSALS, api_servers_left_out
+from ebbench.sizing.plan_sentences import REFUSALS
 from ebbench.sizing.prices import check_prices, sources
 from ebbench.spec.commands import PlanCommand, asked_of
 from ebbench.spec.run import make_spec
-from ebbench.spec.server import DEFAULT_CLASS
 from ebbench.workloads.log_report import poisson_instead
 from ebbench.workloads.mixture import class_names
 from ebbench.workloads.options import is_recorded
@@ -76,7 +71,7 @@ def plan_tasks(asked: PlanCommand, settings: Mapping[str, Any]) -> list[PlanTask
     limits = limits_of(asked, str(settings["workload"]))
     of_workload = {"scenario": asked.scenario or "poisson"}
     of_workload |= {"source": "auto"} if is_recorded(settings["workload"]) else {}
-    spec = make_spec({**settings, **of_workload, **checked_server(settings)}).changed(redraw=True)
+    spec = make_spec({**settings, **of_workload, "model": checked_server(settings)}).changed(redraw=True)
     if limits.named:
         refuse_unknown_classes(limits.named, class_names(spec.plan))
     return with_candidates(
@@ -105,13 +100,11 @@ def find_plan(given: Mapping[str, Any], messages: Console, *, workers: int | Non
     Raises UsageError, also if no candidate meets the limits with one request at a time.
     """
     asked, settings = asked_of(PlanCommand, given)
-    tasks: Sequence[PlanTask] = plan_tasks(asked, settings)
+    tasks = plan_tasks(asked, settings)
     prices = check_prices(asked.price, dict.fromkeys(task.candidate.device for task in tasks))
     plan_notes(tasks[0])  # raises what no plan can be built from, before anything is simulated
-    deployments, tasks = sized(
-        tasks, prices, make_pool(workers, len(tasks)), messages, if_busy=api_server_if_busy(settings),
-        quiet=quiet,
-    )  # fmt: skip
+    with shown(messages, Work("plan", unit="candidates"), quiet=quiet) as work:
+        deployments = choose(tasks, prices, make_pool(workers, len(tasks)), work.reached)
     refused, carried = deployments.refused, deployments.carrying
     if refused and all(reason.code == "missed_alone" for _, reason in refused) and not carried:
         candidate, reason = refused[0]
@@ -171,21 +164,3 @@ def _shape(text: str) -> tuple[int, int, int]:
     if pool.lockstep:
         raise UsageError(f"--instance {text}: ranks of a dense model gain nothing by lockstep; they are replicas")
     return pool.tp, pool.dp, pool.ep
-
-
-def sized(
-    tasks: Sequence[PlanTask], prices: Mapping[str, float], pool: Pool, messages: Console, *, if_busy: bool,
-    quiet: bool,
-) -> tuple[DeploymentChoice, Sequence[PlanTask]]:  # fmt: skip
-    """The deployments, and the tasks that they were simulated with: again with vLLM's API server where that is busy."""
-    with shown(messages, Work("plan", unit="candidates"), quiet=quiet) as work:
-
-        def attempt(served: bool) -> tuple[DeploymentChoice, Sequence[PlanTask]]:
-            chosen = [task.changed(api_server=DEFAULT_CLASS) for task in tasks] if served else tasks
-            deployments = choose(chosen, prices, pool, work.reached)
-            busy = api_servers_left_out(deployments, tasks[0])
-            if busy is not None and if_busy and not served:
-                raise ApiServerBusyError(msgspec.structs.replace(busy, message=f"Per replica: {busy.sentence}"))
-            return deployments, chosen
-
-        return again_if_busy(attempt, partial(messages.say, quiet=quiet))

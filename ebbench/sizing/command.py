@@ -7,26 +7,23 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbench.analysis.metrics import refuse_unknown_classes
 from ebbench.engines.base import Engine, check_counts, refuse_undecided
 from ebbench.engines.setup import make_engine, refuse_limits_on_tokens
-from ebbench.engines.sim import SimEngine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.run import MANIFEST, SEARCH, Run, default_run_dir
-from ebbench.runs.api_server import ApiServerBusyError, again_if_busy, left_out
 from ebbench.runs.prepare import Series, device_of, parse_series
 from ebbench.sizing.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
 from ebbench.sizing.limits import LatencyLimits, limits_of
 from ebbench.sizing.prober import Pace, RunProber, one_server
 from ebbench.spec.commands import SearchCommand, asked_of
 from ebbench.spec.run import stored_form
-from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME
+from ebbench.spec.server import VIRTUAL_TIME
 from ebbench.workloads.mixture import check_workload, class_names
 
 if TYPE_CHECKING:
@@ -100,14 +97,12 @@ class CapacityOutput:
 class Searched:
     """What a search has found so far, by policy; kept if an error or a signal ends it.
 
-    ``folder``: of its results, "." before it is made. ``api_servers_left_out``: processes of vLLM's API server that the
-    simulation leaves out.
+    ``folder``: of its results, "." before it is made.
     """
 
     search: CapacitySearch
     outcomes: dict[str, SearchOutcome] = field(default_factory=dict)
     folder: Path = Path()
-    api_servers_left_out: int = 0
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -176,17 +171,7 @@ def find_capacity(done: Searched, directory: Path | None, messages: Console, *, 
     system = _system(search)
     done.folder, begun = _folder(search, directory), time.monotonic()
     with sole_use(done.folder):
-
-        def attempt(served: bool) -> None:
-            done.outcomes.clear()
-            if not served:
-                return _search_all(done, system, messages, done.folder, begun, quiet=quiet)
-            done.search = replace(search, series=search.series.with_api_server())
-            probes = done.folder / f"api-server-{DEFAULT_CLASS}"  # apart from the probes without it
-            probes.mkdir(exist_ok=True)
-            return _search_all(done, _system(done.search), messages, probes, begun, quiet=quiet)
-
-        again_if_busy(attempt, partial(messages.say, quiet=quiet))
+        _search_all(done, system, messages, begun, quiet=quiet)
         shrink_probes(done.folder, [outcome.nearest.run_dir for outcome in done.outcomes.values()])
 
 
@@ -233,12 +218,11 @@ def _system(search: CapacitySearch) -> _System:
     return _System(search.series.labelled(engine), engine, device, sentence)
 
 
-def _search_all(done: Searched, system: _System, messages: Console, probes: Path, begun: float, *, quiet: bool) -> None:
-    """Runs go to ``probes``. ``begun``: when the command began, on the monotonic clock."""
+def _search_all(done: Searched, system: _System, messages: Console, begun: float, *, quiet: bool) -> None:
+    """``begun``: when the command began, on the monotonic clock."""
     from ebbench.sizing import sentences
 
     search, series, outcomes = done.search, system.series, done.outcomes
-    left_out_processes = done.api_servers_left_out = _api_servers_left_out(series, system.engine)
     messages.say(system.sentence, quiet=quiet)
     messages.say(sentences.announce(search.limits, search.by_concurrency), quiet=quiet)
     try:
@@ -247,15 +231,11 @@ def _search_all(done: Searched, system: _System, messages: Console, probes: Path
             pace.policies_left, pace.left = len(series.policies) - index - 1, 0
             prober = RunProber(
                 replace(series, policies=(policy,)), search.scenario, search.by_concurrency, system.device,
-                system.engine, messages, probes, quiet=quiet, pace=pace,
+                system.engine, messages, done.folder, quiet=quiet, pace=pace,
             )  # fmt: skip
             budget = _budget(search, begun, len(series.policies) - index)
             with one_server(prober) as kept:
-                most = left_out_processes if series.api_server_if_busy else 0
-                outcomes[policy.name] = _search(search, kept, budget, messages, most)
-            busy = sentences.beyond_api_servers(outcomes, left_out_processes)
-            if series.api_server_if_busy and busy is not None:
-                raise ApiServerBusyError(busy)
+                outcomes[policy.name] = _search(search, kept, budget, messages)
     except KeyboardInterrupt:
         where = f"probes are kept in {done.folder}, continue with the same command and --output-dir {done.folder}"
         raise InterruptedRunError(f"interrupted; {where}") from None
@@ -279,7 +259,8 @@ def refuse_nothing(outcome_by_policy: Mapping[str, SearchOutcome]) -> None:
     if len(refused) == len(outcomes):
         raise UsageError("; ".join(dict.fromkeys(reason.worded(ENDS) for reason in refused)))
     if not any(outcome.decided for outcome in outcomes):
-        raise RunError(nothing_usable(next((outcome.stopped for outcome in outcomes if outcome.stopped), None)))
+        stopped = next((outcome.stopped for outcome in outcomes if outcome.stopped), None)
+        raise RunError(nothing_usable(stopped, probed=any(outcome.readings for outcome in outcomes)))
 
 
 def _folder(search: CapacitySearch, directory: Path | None) -> Path:
@@ -303,10 +284,7 @@ def _folder(search: CapacitySearch, directory: Path | None) -> Path:
     return folder
 
 
-def _search(
-    search: CapacitySearch, prober: RunProber, budget: SearchBudget, messages: Console, api_servers: int
-) -> SearchOutcome:
-    """Raises ApiServerBusyError at a load within the limits that so many API servers (0: any number) cannot stream."""
+def _search(search: CapacitySearch, prober: RunProber, budget: SearchBudget, messages: Console) -> SearchOutcome:
     from ebbench.sizing import sentences
 
     kind = "virtual" if prober.engine.name in VIRTUAL_TIME else "real"
@@ -326,9 +304,6 @@ def _search(
         if not prober.quiet:
             line = sentences.progress(prober.spec.name, reading, estimate, search.by_concurrency)
             messages.say(line)
-        carried = reading.decides and reading.met
-        if api_servers and carried and (busy := left_out(reading.api_servers, api_servers)) is not None:
-            raise ApiServerBusyError(busy)
 
     if kind == "real" and not prober.quiet:
         line = f"{prober.spec.name}: first {config.alone} sessions one at a time, which shows what can be had at best"
@@ -368,14 +343,6 @@ def parts(done: Searched, width: int) -> list[RenderableType]:
     return [
         *section_tables(sentences.table(outcomes, search.by_concurrency), width),
         *([Text(), *section_tables(by_class, width)] if by_class is not None else ()),
-        *sentences.remarks(outcomes, search.limits, search.by_concurrency, done.api_servers_left_out),
+        *sentences.remarks(outcomes, search.limits, search.by_concurrency),
         *notes("Keep in mind", caveats),
     ]
-
-
-def _api_servers_left_out(series: Series, engine: Engine) -> int:
-    """Processes of vLLM's API server that the simulation leaves out; 0 where it has them, or a real server does."""
-    if series.spec.server.api_server != OFF or engine.name not in VIRTUAL_TIME:
-        return 0
-    topology = engine.topology if isinstance(engine, SimEngine) else None
-    return topology.pools[-1].units if topology is not None else 1

@@ -37,7 +37,7 @@ from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan, with_plan_columns
 from ebbench.records.warnings import Fact, RunWarning, fact
 from ebbench.runs.conclude import mean_batches, said_of_run, shown_by_servers
-from ebbench.runs.execute import stoppable
+from ebbench.runs.execute import run_plan, stoppable
 from ebbench.runs.prepare import device_of
 from ebbench.sizing.drive import ALONE_SESSIONS
 from ebbench.sizing.limits import LatencyLimits
@@ -399,7 +399,7 @@ def _simulated(task: PlanTask, plan: Plan, replicas: int = 1) -> EngineResult:
         topology = TopologySpec(replicas=pool)
     engine = SimEngine(topology, figures_only=True)
     policy, device = parse_policy(candidate.policy), device_of(task.spec)
-    return engine.run(plan, policy, device, task.spec.server, stoppable(None)).uninterrupted()
+    return run_plan(engine, plan, policy, device, task.spec.server, stoppable(None))[1].uninterrupted()
 
 
 def caveats(task: PlanTask, deployment: Deployment, whole: Stress | None) -> tuple[RunWarning, ...]:

@@ -31,7 +31,7 @@ from ebbench.sizing.estimate import (
     waits_only,
 )
 from ebbench.sizing.limits import LatencyLimits
-from ebbench.sizing.probe import FEWEST_PER_OPEN, ProbeReading, least_limits_ms, read_probe
+from ebbench.sizing.probe import FEWEST_PER_OPEN, ProbeReading, least_limits_ms, read_probe, why_invalid
 
 # Finds the load at which requirements stop being met, from noisy probes.
 #
@@ -406,7 +406,7 @@ def _measure_alone(config: SearchConfig, prober: Prober) -> ProbeReading:
         run = prober.alone(config.alone)
         if run.manifest.valid:
             return read_probe(run, 1.0, config.limits)
-    raise RunError(f"requests sent one at a time are INVALID: {'; '.join(map(str, run.manifest.reasons))}")
+    raise RunError(f"requests sent one at a time are INVALID: {why_invalid(run)}")
 
 
 def _unreachable(config: SearchConfig, alone: ProbeReading) -> Fact | None:

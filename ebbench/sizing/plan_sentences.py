@@ -9,11 +9,11 @@ from msgspec import to_builtins
 from rich.table import Table
 
 from ebbench.analysis.validity import by_settings, told_once
+from ebbench.config.declare import option_name
 from ebbench.devices.profiles import find_model
 from ebbench.records.warnings import RunWarning, Texts
 from ebbench.render import numbers
 from ebbench.render.tables import framed
-from ebbench.runs.api_server import left_out
 from ebbench.sizing.choose import Costed, DeploymentChoice
 from ebbench.sizing.deployments import (
     NOISE,
@@ -25,7 +25,7 @@ from ebbench.sizing.deployments import (
     Stress,
     caveats,
 )
-from ebbench.spec.server import OFF
+from ebbench.spec.server import ENGINE_ALONE, EngineOptions
 
 
 def _missed_alone(met: Mapping[str, float], attainment: float, least_ms: Mapping[str, float | None]) -> str:
@@ -55,7 +55,7 @@ def parts(
     said of the load."""
     lines: list[Table | str] = [
         f"{task.model}, {task.spec.plan.workload}: {task.rate:g} sessions/s within {task.limits}. Simulated on device "
-        f"models that hold as much KV cache as vLLM {task.vllm}{_types(task)}{_behind(task)}; "
+        f"models that hold as much KV cache as vLLM {task.vllm}{_types(task)}{_in_front(task)}; "
         "reports/fidelity/ has the error of each."
     ]
     if choice.carrying:
@@ -121,11 +121,11 @@ def _all_candidates(choice: DeploymentChoice) -> list[Candidate]:
     ]
 
 
-def _behind(task: PlanTask) -> str:
-    if task.spec.server.api_server == OFF:
-        return ""
-    count = task.spec.server.api_server_count or 1
-    return f", behind {count} API server process{'es' if count > 1 else ''} per replica ({task.spec.server.api_server})"
+def _in_front(task: PlanTask) -> str:
+    """What of a replica's front end was asked for."""
+    asked = {name: getattr(task.spec.server, name) for name in ENGINE_ALONE}
+    words = [f"{option_name(name)} {asked[name]}" for name in asked if asked[name] != getattr(EngineOptions, name)]
+    return f", {' '.join(words)}" if words else ""
 
 
 def _table(choice: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> Table:
@@ -262,7 +262,6 @@ def _remarks(choice: DeploymentChoice, task: PlanTask, prices: Mapping[str, floa
         + (f", {_per_million(best, prices):.3g} per million output tokens, " if prices else "")
         + (f"{_per_thousand(best, task):.3g} per 1,000 requests." if prices else "."),
         *_weaknesses(best, task),
-        *_api_servers(choice, task),
         *map(numbers.sentence, _caveats(choice, task)),
     ]
 
@@ -323,17 +322,6 @@ def _caveats_of(costed: Costed, task: PlanTask) -> tuple[RunWarning, ...]:
     return caveats(task.on(costed.deployment.candidate), costed.deployment, costed.stress)
 
 
-def api_servers_left_out(choice: DeploymentChoice, task: PlanTask) -> RunWarning | None:
-    """A warning about the deployment whose API servers, which were left out, would be busiest: one per replica."""
-    needed = [costed.deployment.reading.api_servers for costed in choice.carrying if costed.deployment.reading]
-    return left_out(max(needed), 1) if needed and task.spec.server.api_server == OFF else None
-
-
-def _api_servers(choice: DeploymentChoice, task: PlanTask) -> list[str]:
-    warning = api_servers_left_out(choice, task)
-    return [] if warning is None else [f"Per replica: {warning}"]
-
-
 def _requests_per_s(costed: Costed, task: PlanTask) -> float:
     reading = costed.deployment.reading
     return task.rate * (reading.requests_per_session if reading else 1.0)
@@ -360,8 +348,7 @@ def as_dict(
         "quantization": task.spec.server.quantization,
         "kv_cache_dtype": task.spec.server.kv_cache_dtype,
         "speculative": task.spec.server.speculative,
-        "api_server": None if task.spec.server.api_server == OFF else task.spec.server.api_server,
-        "api_server_count": task.spec.server.api_server_count,
+        **{name: getattr(task.spec.server, name) for name in ENGINE_ALONE},
         "request_rate": task.rate,
         "scenario": task.scenario,
         "headroom": task.headroom,

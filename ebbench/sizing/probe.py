@@ -27,11 +27,10 @@ from ebbench.analysis.metrics import (
     steady_windows,
     tpot_ns,
 )
-from ebbench.analysis.validity import FAILURE_LIMIT, of_device
+from ebbench.analysis.validity import FAILURE_COLUMNS, FAILURE_LIMIT, failures_by_cause, of_device
 from ebbench.records.manifest import PhaseFact
 from ebbench.records.run import Run
-from ebbench.records.warnings import KV_CACHE, RunWarning
-from ebbench.runs.api_server import processes_needed
+from ebbench.records.warnings import API_SERVER_LOAD, KV_CACHE, RunWarning
 from ebbench.sizing.estimate import Floats, MetCounts, Probe
 from ebbench.sizing.limits import LatencyLimits
 
@@ -87,10 +86,10 @@ class ProbeReading:
     tpot_high_ms: float | None
     memory_full: float
     """Share of the time with a full KV cache."""
-    api_servers: float = 0.0
-    """Processes of vLLM's API server that the counted requests keep busy."""
     caveats: tuple[RunWarning, ...] = ()
     """Of plan and device."""
+    server_warnings: tuple[RunWarning, ...] = ()
+    """That vLLM's API server is busy."""
     kv_warnings: tuple[RunWarning, ...] = ()
     """What a full KV cache cost."""
     kv_figures: Mapping[str, float | None] = field(default_factory=dict)
@@ -116,20 +115,28 @@ def read_probe(run: Run, load: float, limits: LatencyLimits, per_open: int = FEW
     """Read a finished run. ``per_open``: see :func:`read_measured`. Raises DataError if its tables are damaged."""
     manifest = run.manifest
     steps = run.table("steps", _STEP_COLUMNS)
-    reasons = "" if manifest.valid else "; ".join(map(str, manifest.reasons))
+    reasons = "" if manifest.valid else why_invalid(run)
     measured = ProbeTables(run.requests, steps, manifest.phases, manifest.seed, reasons, str(run.path))
     reading = read_measured(measured, load, limits, per_open)
     if (full := manifest.facts.get(MEMORY_FULL)) is not None:
         reading = replace(reading, memory_full=float(full))
+    servers = [warning for warning in manifest.warnings if warning.code in API_SERVER_LOAD]
     memory = [warning for warning in manifest.warnings if warning.code == KV_CACHE]
-    others = [warning for warning in manifest.warnings if warning.code != KV_CACHE]
+    others = [warning for warning in manifest.warnings if warning not in (*servers, *memory)]
     plan = (warning for warning in others if (warning.about or warning.code) == "plan")
     return replace(
         reading,
         caveats=(*plan, *of_device(manifest.engine, others)),
+        server_warnings=tuple(servers),
         kv_warnings=tuple(memory),
         kv_figures={name: manifest.facts.get(name) for name in KV_FIGURES},
     )
+
+
+def why_invalid(run: Run) -> str:
+    """The reasons for which a run is INVALID, and the most frequent failure of its requests."""
+    failures = failures_by_cause(run.table("requests", FAILURE_COLUMNS))
+    return "; ".join(map(str, (*run.manifest.reasons, *failures[:1])))
 
 
 @dataclass(frozen=True)
@@ -186,11 +193,6 @@ def read_measured(
         ttft_high_ms=_quantile_ms(ttft, limits.attainment),
         tpot_high_ms=_quantile_ms(tpot, limits.attainment),
         memory_full=_memory_full(run.steps, windows),
-        api_servers=processes_needed(
-            _per_second(float(ok.sum()), length_s),
-            _per_second(float(columns.input_tokens[ok].sum()), length_s),
-            _per_second(float(tokens[ok].sum()), length_s),
-        ),
     )
 
 

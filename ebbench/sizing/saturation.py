@@ -25,7 +25,7 @@ from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan
 from ebbench.records.run import MANIFEST, SEARCH
 from ebbench.records.warnings import Fact, fact
-from ebbench.runs.execute import stoppable
+from ebbench.runs.execute import run_plan, stoppable
 from ebbench.runs.prepare import without_load
 from ebbench.sizing.sentences import SATURATION, not_saturated, saturation_begins
 
@@ -154,7 +154,7 @@ def _simulated(series: Series, engine: Engine, device: Device) -> Saturation:
     def loop(concurrency: int) -> tuple[float, bool]:
         sessions = SESSIONS_PER_OPEN * concurrency
         plan = make_plan(replace(spec.plan, scenario="saturated", max_concurrency=concurrency, num_prompts=sessions))
-        result = simulator.run(plan, policy, device, replace(spec.server, warmup=0), stoppable(None))
+        _, result = run_plan(simulator, plan, policy, device, replace(spec.server, warmup=0), stoppable(None))
         result = result.uninterrupted()
         return completed_once_full(result.requests, plan, concurrency), shares_prefixes(plan)
 

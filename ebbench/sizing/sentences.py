@@ -15,9 +15,8 @@ from ebbench.analysis.documents import Column, Section
 from ebbench.analysis.validity import by_policy, told_once
 from ebbench.errors import DataError
 from ebbench.records import files
-from ebbench.records.warnings import Fact, RunWarning, Texts
+from ebbench.records.warnings import Fact, Texts
 from ebbench.render import numbers
-from ebbench.runs.api_server import left_out
 from ebbench.sizing.drive import SearchOutcome
 from ebbench.sizing.estimate import Estimate
 from ebbench.sizing.limits import LatencyLimits
@@ -90,7 +89,12 @@ def as_dict(
         "refused": to_builtins(outcome.refused),
         "probes": len(outcome.readings),
         **near.kv_figures,
-        "warnings": [*notes, *map(str, near.kv_warnings), *told_once(outcome.caveats, lambda _: "")],
+        "warnings": [
+            *notes,
+            *map(str, near.kv_warnings),
+            *told_once(outcome.caveats, lambda _: ""),
+            *_busy_servers(outcome, by_concurrency),
+        ],
         "nearest_run_dir": near.run_dir,
         "nearest_load": factor * near.probe.load,
         "window": "steady",
@@ -245,9 +249,11 @@ def end_sentence(stored: object) -> str:
     return convert(stored, Fact).worded(ENDS) if isinstance(stored, dict) else str(stored)
 
 
-def nothing_usable(stopped: Fact | None) -> str:
-    """The error for a search without a usable probe, with the remedy."""
+def nothing_usable(stopped: Fact | None, *, probed: bool = True) -> str:
+    """The error for a search without a usable probe, or without any, with the remedy."""
     why = "no probe was long enough" if stopped is None else stopped.worded(ENDS)
+    if not probed:
+        return f"the requests one at a time, with which a search begins, took all of {why}; give a larger budget"
     exhausted = stopped is not None and stopped.code == "all_too_short"
     longer = "use a longer source, or --source profile" if exhausted else "give more --num-prompts or a larger budget"
     return f"no probe was usable ({why}); {longer}"
@@ -323,14 +329,12 @@ def remarks(
     outcomes: Mapping[str, SearchOutcome],
     limits: LatencyLimits,
     by_concurrency: bool,
-    api_servers_left_out: int = 0,
     *,
     bars: bool = True,
 ) -> list[str]:
     """Notes below the table: curves, why a search stopped, what the limit means.
 
-    ``bars``: of characters, for the curves. ``api_servers_left_out``: processes of vLLM's API server that a
-    simulation leaves out; 0 if it does not.
+    ``bars``: of characters, for the curves.
     """
     lines = []
     if any(outcome.readings for outcome in outcomes.values()):
@@ -354,8 +358,6 @@ def remarks(
             why = outcome.stopped.worded(ENDS)
             lines.append(f"{policy}: stopped by {why} before the interval was as narrow as asked.")
         lines += _open_ends(policy, outcome, by_concurrency)
-    if (warning := beyond_api_servers(outcomes, api_servers_left_out)) is not None:
-        lines.append(str(warning))
     return lines
 
 
@@ -369,12 +371,6 @@ def _shown_probes(outcomes: Mapping[str, SearchOutcome], by_concurrency: bool) -
     return {f"{name} {load}" if len(loads) > 1 else load: shown[name] for name, load in loads.items()}
 
 
-def beyond_api_servers(outcomes: Mapping[str, SearchOutcome], processes: int) -> RunWarning | None:
-    """A warning if, at the highest capacity, API servers that were left out would be busy for most of the time."""
-    needed = [outcome.nearest.api_servers for outcome in outcomes.values() if outcome.readings]
-    return left_out(max(needed), processes) if processes and needed else None
-
-
 def caveats(outcomes: Mapping[str, SearchOutcome], by_concurrency: bool) -> list[str]:
     """The caveats of plan and device, each once, with the policies whose probes have it unless all do.
 
@@ -384,10 +380,21 @@ def caveats(outcomes: Mapping[str, SearchOutcome], by_concurrency: bool) -> list
     memory = [
         f"At {at}: {text}" for at, near in _shown_probes(outcomes, by_concurrency).items() for text in near.kv_warnings
     ]
+    busy = [(name, line) for name, outcome in outcomes.items() for line in _busy_servers(outcome, by_concurrency)]
     return [
         *memory,
         *told_once([caveats for _, caveats in caveats_by_policy], by_policy([name for name, _ in caveats_by_policy])),
+        *(f"{name}: {line}" if len(outcomes) > 1 else line for name, line in busy),
     ]
+
+
+def _busy_servers(outcome: SearchOutcome, by_concurrency: bool) -> list[str]:
+    """What is said of busy API servers, with the lowest load of a probe for which it is."""
+    first: dict[str, str] = {}
+    for reading in sorted(outcome.readings, key=lambda reading: reading.probe.load):
+        for said in reading.server_warnings:
+            first.setdefault(said.code, f"At {_load(reading.probe.load, by_concurrency)} and more: {said}")
+    return list(first.values())
 
 
 def _open_ends(policy: str, outcome: SearchOutcome, by_concurrency: bool) -> list[str]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ebbench.config.declare import CLIENT, MOST_SECONDS, check_range, check_ranges, declare, declared_in
 from ebbench.config.server_url import Endpoint
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.network.credentials import api_key, written_forms
 from vllm_eb.settings import Setting
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 # The limit on the lateness of sends, above which a run is INVALID.
 

@@ -27,6 +27,7 @@ from ebbench.config.declare import (
 from ebbench.config.options import OptionsOf, completing, opt, option_of
 from ebbench.process.command_line import GoodputCommand
 from ebbench.spec.run import known_settings, read_goodput
+from ebbench.spec.server import ONLY_SIMULATED
 
 WorkloadArgument = Annotated[
     str,
@@ -95,13 +96,13 @@ def setting(name: str, panel: str | None = None) -> typer.models.OptionInfo:
 ADVICE, CANDIDATES = "Options", "Candidates"
 GRID, EFFORT = "Grid of step times", "How much is measured"
 
-DEFAULTS: Mapping[str, Any] = {"engine": "auto", "api_server": "auto"}
+DEFAULTS: Mapping[str, Any] = {"engine": "auto"}
 """Defaults of commands that run on any engine; a run's own defaults are the simulator's."""
 
 
 OF_A_SERVER = (
-    "assume_decoder", "assume_kernels", "max_model_len", "gpu_memory_utilization", "vllm_version", "quantization",
-    "kv_cache_dtype", "api_server", "api_server_count", "front_end_ms", "speculative", "scheduling_policy",
+    "assume_decoder", "assume_kernels", "max_model_len", "gpu_memory_utilization", "quantization", "kv_cache_dtype",
+    *ONLY_SIMULATED, "scheduling_policy",
 )  # fmt: skip
 """Settings of a simulated server besides its device, model and the limits of its scheduler."""
 OF_TRAFFIC = (

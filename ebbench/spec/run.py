@@ -28,6 +28,7 @@ from ebbench.config.topology import MOST_UNITS, TopologySpec
 from ebbench.errors import UsageError
 from ebbench.spec.client import ClientOptions
 from ebbench.spec.server import (
+    ENGINE_ALONE,
     VIRTUAL_TIME,
     EngineOptions,
     HostCosts,
@@ -138,7 +139,7 @@ class ClusterOptions:
     """Several instances; None where not given. A scenario file may also contain a topology."""
 
     topology: TopologySpec | str | None = declare(
-        None, "dp=4, 2p2d, tp=4,dp=8,ep=32, ... or a TOML file with a \\[topology] table.", CLUSTER, text=str
+        None, "dp=4, 2p2d, tp=4,dp=8,ep=32, ... or a TOML file with a \\[topology] table.", CLUSTER, text=str, file=True
     )
     link: str | None = declare(
         None, "Kind of link between the GPUs of a server: pcie, nvlink, ...; see `ebbench devices show`.", CLUSTER
@@ -181,12 +182,16 @@ class RunSpec:
     )  # fmt: skip
     engine: str = declare("sim", "auto, sim, emulated, vllm or a server's URL.", ENGINE, complete="engines")
     device: str | None = declare(
-        None, "See `ebbench devices list`. Default: rtx-pro-6000; for vllm, this machine.", ENGINE, complete="devices"
+        None,
+        "See `ebbench devices list`. Default: rtx-pro-6000; for vllm, this machine.",
+        ENGINE,
+        complete="devices",
+        file=True,
     )
     """None: this machine's GPU if the engine uses it, else the default."""
     model: str | None = declare(
         None, "Name, or path of a Hugging Face config.json. Default: qwen3-8b.", ENGINE, names=("--model", "-m"),
-        complete="models",
+        complete="models", file=True,
     )  # fmt: skip
     server: EngineOptions = field(default_factory=EngineOptions)
     cluster: ClusterOptions = field(default_factory=ClusterOptions)
@@ -194,7 +199,10 @@ class RunSpec:
     labels: Labels = field(default_factory=Labels, compare=False)
     """Changes no result; not part of the key."""
     calibration: str | None = declare(
-        None, "Costs of this machine for eb, ebplus and marginal in engine vllm (`ebbench calibrate`).", ENGINE
+        None,
+        "Costs of this machine for eb, ebplus and marginal in engine vllm (`ebbench calibrate`).",
+        ENGINE,
+        file=True,
     )
     cost: str = declare("auto", "Which cost model a device uses: tables, roofline or auto.")
     ramp_up_s: float | None = declare(
@@ -328,13 +336,13 @@ def simulated(
     dispatch: str | None = None,
     decode_dispatch: str | None = None,
     vllm_version: str | None = None,
-    front_end_ms: float | None = 0.0,
+    in_front: bool = False,
     **plan: Any,
 ) -> RunSpec:
     """A simulated run of a workload's length profile, or of a trace; ``plan``: fields of PlanOptions.
 
-    ``max_model_len`` among them is also the server's limit. Without a front end unless one is given: published runs are
-    repeated on devices whose constants were fitted on times of the engine.
+    ``max_model_len`` among them is also the server's limit. ``in_front``: what a server has between its clients and its
+    engine is simulated too. Published runs are repeated without: their devices were fitted on times of the engine.
     """
     given = {name: value for name, value in plan.items() if value is not None}
     source = "auto" if is_recorded(workload) else given.pop("source", "profile")
@@ -345,7 +353,7 @@ def simulated(
         async_scheduling=async_scheduling,
         warmup=warmup,
         vllm_version=vllm_version,
-        front_end_ms=front_end_ms,
+        **({} if in_front else ENGINE_ALONE),
     )
     return RunSpec(
         PlanOptions(workload, scenario, with_text=False, **({**given, "source": source})),

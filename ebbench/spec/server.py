@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, MOST_SECONDS, check_ranges, declare
+from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, MOST_SECONDS, check_ranges, declare, declared_in
 from ebbench.errors import UnknownNameError, UsageError
 
 if TYPE_CHECKING:
@@ -308,9 +308,11 @@ def version_defaults(version: str | None) -> dict[str, bool]:
 OFF = "off"
 """No API server is simulated."""
 AUTO = "auto"
-"""Simulate without the API server first, and all again with it if one of the runs would keep it busy."""
+"""A run is simulated without the API server, and again with it where the first run would keep it busy."""
 DEFAULT_CLASS = "datacenter"
-"""The class of machine that commands take unless the user names one."""
+"""The class of machine whose API server is simulated unless the user names one."""
+ENGINE_ALONE: Mapping[str, Any] = {"api_server": OFF, "api_server_count": None, "front_end_ms": 0.0}
+"""Settings of a simulated server with nothing between its clients and its engine."""
 VIRTUAL_TIME = frozenset({"sim", "emulated"})
 """Names of the engines in virtual time, in which equal plans give equal runs."""
 
@@ -392,6 +394,7 @@ class EngineOptions:
         None,
         f"Version whose defaults and KV cache a simulated server has. Default: {DEFAULT_VLLM}.",
         ENGINE,
+        real="has those of the vLLM that runs",
         shown="defaults and KV cache of vLLM {}",
     )
     enable_prefix_caching: bool = declare(
@@ -418,8 +421,8 @@ class EngineOptions:
         "auto", "Data type of the KV cache: auto (the model's own), bfloat16 or fp8.", ENGINE, shown=""
     )
     api_server: str = declare(
-        OFF, "vLLM's API server, simulated: auto (where it would be busy), datacenter, FILE.toml or off.", ENGINE,
-        complete="api_servers_or_auto", shown="")  # fmt: skip
+        AUTO, "vLLM's API server, simulated: auto (where it would be busy), datacenter, FILE.toml or off.", ENGINE,
+        complete="api_servers_or_auto", shown="", real="answers through a real one", file=True)  # fmt: skip
     api_server_count: int | None = declare(
         None,
         "Its processes per engine; default: one per data-parallel unit.",
@@ -427,6 +430,7 @@ class EngineOptions:
         at_least=1,
         at_most=1024,
         shown="",
+        real="answers through a real one",
     )
     assume_kernels: bool = declare(
         False, "Estimate kernels that were not measured on the GPU by a roofline; results say so.", ENGINE,
@@ -434,13 +438,14 @@ class EngineOptions:
     )  # fmt: skip
     front_end_ms: float | None = declare(
         None, "Time per request in front of the engine, simulated; default: as servers with the GPU have it.", ENGINE,
-        at_least=0, at_most=1e3 * MOST_SECONDS, shown="{:g} ms in front of the engine",
+        at_least=0, at_most=1e3 * MOST_SECONDS, shown="{:g} ms in front of the engine", real="has a real one",
     )  # fmt: skip
     speculative: str | None = declare(
         None,
         "Speculative decoding, simulated: key=value pairs of method, tokens and acceptance.",
         ENGINE,
         shown="",
+        real="drafts as its server does (vLLM: -- --speculative-config)",
     )
     warmup: int = declare(
         0,
@@ -452,6 +457,8 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if self.api_server == AUTO and self.api_server_count is not None:
+            object.__setattr__(self, "api_server", DEFAULT_CLASS)  # who states a number of processes wants to see them
         if self.speculative is None:
             return
         drafts = parse_speculative(self.speculative)
@@ -476,13 +483,5 @@ class EngineOptions:
         return self.max_num_seqs if self.max_num_active_seqs is None else self.max_num_active_seqs
 
 
-def only_if_busy(name: str, count: int | None) -> bool:
-    """Whether a command with these options simulates without the API server first, and with it where it is busy."""
-    return name == AUTO and count is None
-
-
-def first_choice(name: str, count: int | None) -> str:
-    """What a command simulates first: for ``auto`` no API server, or the default class if its processes are given."""
-    if name != AUTO:
-        return name
-    return OFF if only_if_busy(name, count) else DEFAULT_CLASS
+ONLY_SIMULATED = tuple(name for name, declared in declared_in(EngineOptions).items() if declared.real)
+"""Settings of a simulated server that a real one has no place for: it has the thing itself."""

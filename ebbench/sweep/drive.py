@@ -8,7 +8,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
+from ebbench.analysis.environment import API_SERVER
 from ebbench.analysis.explain import FIGURES as KV_FIGURES
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UnknownNameError, UsageError
 from ebbench.network.credentials import HIDDEN, LONG, api_key, redacted, written_forms
@@ -23,14 +24,13 @@ from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.run import unused
 from ebbench.records.warnings import shown_text, told_columns
-from ebbench.runs.api_server import as_answered
 from ebbench.runs.execute import Made, make
 from ebbench.runs.file import plain, plain_type
 from ebbench.runs.key import result_key
 from ebbench.runs.pool import InProcess, Outcome, Pool, Processes, RayCluster
 from ebbench.runs.store import Job, Measured, RunStore, run_cells
 from ebbench.spec.run import RunSpec, known_settings, settings_of
-from ebbench.spec.server import OFF, is_server
+from ebbench.spec.server import AUTO, OFF, is_server
 from ebbench.sweep.spec import Sweep
 
 EXECUTORS = ("process", "ray")
@@ -176,13 +176,15 @@ def _stored_settings(cell: RunSpec) -> dict[str, Any]:
 
 
 def results_row(entry: Finished) -> dict[str, Any]:
-    """A finished cell as a row of SCHEMA."""
+    """A finished cell as a row of SCHEMA; where a setting is ``auto`` for a simulation, what was simulated."""
     figures: Mapping[str, Any] = entry.measured.figures
     caveats = [caveat.to_dict(str(caveat)) for caveat in entry.measured.caveats]
     told = {"reasons": figures.get("reasons") or (), "warnings": caveats}
+    settings = _stored_settings(entry.cell)
+    simulated = {API_SERVER: figures.get(API_SERVER) or OFF} if settings[API_SERVER] == AUTO else {}
     return (
         {"key": result_key(entry.cell), "seconds": entry.measured.seconds, "worker": entry.measured.worker}
-        | {name: plain(value) for name, value in _stored_settings(entry.cell).items()}
+        | {name: plain(value) for name, value in (settings | simulated).items()}
         | {name: _real(figures.get(name)) for name in FIGURES}
         | {name: figures.get(name) for name in ("valid", "plan_hash", "git_commit")}
         | {name: "; ".join(map(shown_text, caveat)) for name, caveat in told.items()}
@@ -255,11 +257,6 @@ class _CellCounts:
         self.done = 0
         self.failed: list[Failed] = []
 
-    def repeated(self, cells: int) -> None:
-        """Count ``cells`` that run once more."""
-        self._cells += cells
-        self._todo += cells
-
     def progress(self) -> SweepProgress:
         """How far the sweep is now."""
         kept = self._cells - self._todo
@@ -277,9 +274,8 @@ def run_sweep(
 ) -> Result:
     """Run the missing cells. Ctrl-C ends it early with ``interrupted``; finished cells are kept.
 
-    Cells on external servers run one at a time, after the others, and simulated ones that would keep vLLM's API server
-    busy once more with it (``api_server_if_busy``): those replace the others in the result. Raises RunError if results
-    cannot be stored, DataError if stored ones are damaged, UsageError if another sweep uses the directory.
+    Cells on external servers run one at a time, after the others. Raises RunError if results cannot be stored,
+    DataError if stored ones are damaged, UsageError if another sweep uses the directory.
     """
     with sole_use(store.directory):
         return _run_sweep(sweep, store, pool, spec, report, job)
@@ -310,31 +306,11 @@ def _run_sweep(
     try:
         run([cell for cell in todo if not is_server(cell.engine)], pool)
         run([cell for cell in todo if is_server(cell.engine)], InProcess())
-        if sweep.api_server_if_busy:
-            sweep = behind_api_servers(sweep, store)
-            more = missing(sweep, store)
-            again = [cell for cell in more if cell.server.api_server != OFF]
-            counts.repeated(len(again))
-            run(again, pool)
     except KeyboardInterrupt:
         interrupted = True
     finished = tuple(store.load(sweep.cells))
     results = store.write_results(finished)
     return Result(sweep, finished, tuple(counts.failed), counts.progress(), interrupted, results, kept_since)
-
-
-def behind_api_servers(sweep: Sweep, store: SweepStore) -> Sweep:
-    """The sweep with vLLM's API server in cells that would keep it busy, and in those they are compared with.
-
-    Cells that are not finished stay as they are, unless one that they are compared with is.
-    """
-
-    def figures(cell: RunSpec) -> Mapping[str, Any] | None:
-        measured = store.runs.get(cell)
-        return None if measured is None else measured.figures
-
-    answered = as_answered(sweep.cells, figures)
-    return replace(sweep, cells=tuple(answered[cell] for cell in sweep.cells))
 
 
 def missing(sweep: Sweep, store: SweepStore) -> list[RunSpec]:

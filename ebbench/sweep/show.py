@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbench.analysis.cases import TIE
+from ebbench.analysis.environment import API_SERVER
 from ebbench.analysis.sensitivity import Sensitivity, least_difference, sensitivity
 from ebbench.analysis.validity import by_settings, told_once
 from ebbench.errors import UnknownNameError, UsageError
@@ -27,7 +28,7 @@ from ebbench.render.report import notes
 from ebbench.runs.file import plain
 from ebbench.runs.key import result_key
 from ebbench.spec.run import RunSpec, settings_of
-from ebbench.spec.server import DEFAULT_CLASS, OFF, is_server
+from ebbench.spec.server import is_server
 from ebbench.sweep.drive import Finished, Result, SweepProgress, named, summary_lines
 from ebbench.sweep.spec import Sweep, cell_problem
 
@@ -196,21 +197,6 @@ def _values(sweep: Sweep, name: str) -> str:
     return ", ".join(f"{value or 'default'} ({count} cells)" for value, count in counts.items())
 
 
-def behind_api_server(sweep: Sweep) -> int:
-    """Number of cells with a simulated API server."""
-    return sum(cell.server.api_server != OFF for cell in sweep.cells)
-
-
-def _api_server_note(sweep: Sweep) -> str:
-    count = behind_api_server(sweep)
-    if not count or not sweep.api_server_if_busy:
-        return ""
-    return (
-        f"{count} of {len(sweep.cells)} cells are simulated with vLLM's API server (api_server = {DEFAULT_CLASS}), "
-        'which they or cells compared with them would keep busy (api_server_count: more processes; "off": none).'
-    )
-
-
 def console_report(result: Result, bests: Sequence[Finding], metric: str) -> RenderableType:
     """Findings, failures and paths of the results."""
     p = result.progress
@@ -230,8 +216,6 @@ def console_report(result: Result, bests: Sequence[Finding], metric: str) -> Ren
         ]
     if result.invalid:
         parts += [Text(), Text("INVALID, left out above", style="bold red"), *_invalid_lines(result)]
-    if note := _api_server_note(result.sweep):
-        parts += [Text(), Text(note)]
     parts += notes("Keep in mind", caveats(result))
     timing = f"{p.done} cells in {p.elapsed_s:,.1f} s ({p.cells_per_s:.2f} cells/s)" if p.done else "no new cell"
     kept = f"{p.kept} from before{_kept_since(result)}"
@@ -366,7 +350,7 @@ def to_json(result: Result, bests: Sequence[Finding], metric: str) -> dict[str, 
     return {
         "name": result.sweep.name,
         "cells": len(result.sweep.cells),
-        "behind_api_server": behind_api_server(result.sweep),
+        "behind_api_server": sum(bool(entry.measured.figures.get(API_SERVER)) for entry in result.finished),
         "finished": len(result.finished),
         "from_before": result.progress.kept,
         "kept_since_unix_s": result.kept_since_unix_s,

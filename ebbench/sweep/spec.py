@@ -20,7 +20,7 @@ from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml
 from ebbench.runs.file import settings_table, spec_of_file
 from ebbench.spec.run import RunSpec, known_settings
-from ebbench.spec.server import AUTO, DEFAULT_CLASS, EngineOptions, is_server, parse_speculative
+from ebbench.spec.server import EngineOptions, is_server, parse_speculative
 from ebbench.workloads.options import is_recorded, recorded_file
 from vllm_eb.policy import PolicyError, UnknownPolicyError, descriptions, parse_policy
 
@@ -55,18 +55,13 @@ _File: Any = msgspec.defstruct(
 
 @dataclass(frozen=True)
 class Sweep:
-    """An expanded grid. ``axes``: the settings that vary; the seed only if it is listed or repeated.
-
-    ``api_server_if_busy``: cells that would keep vLLM's API server busy, and those compared with them, are to be run
-    with it.
-    """
+    """An expanded grid. ``axes``: the settings that vary; the seed only if it is listed or repeated."""
 
     name: str
     description: str
     axes: tuple[str, ...]
     cells: tuple[RunSpec, ...]
     keep_runs: bool
-    api_server_if_busy: bool = False
 
     def labelled(self, labels: Mapping[str, Any]) -> Sweep:
         """The same with these labels, by name, for every cell; cells without a name have the sweep's."""
@@ -86,32 +81,11 @@ def load_sweep(path: Path) -> Sweep:
     if file.repeats > 1:
         seeds = lists.get("seed", [common.pop("seed", 0)])
         lists["seed"] = [seed + offset for seed in seeds for offset in range(file.repeats)]
-    if_busy = _api_server(path, file, lists, common)
     lists["policy"] = [_policy(path, name) for name in lists.get("policy", [common.pop("policy", "v1")])]
     cells = _cells(path, lists, common, _overrides(path, file, lists))
     check_cells(cells)
     axes = tuple(name for name, values in lists.items() if len(values) > 1)
-    return Sweep(file.name, file.description, axes, cells, file.keep_runs, if_busy)
-
-
-def _api_server(path: Path, file: Any, lists: dict[str, list[Any]], common: dict[str, Any]) -> bool:
-    """Whether the API server is simulated where it would be busy: unless the file says whether it is.
-
-    Puts the class into ``common`` where only a number of processes is given.
-    """
-    overridden = [
-        override.set.api_server for override in file.overrides if override.set.api_server is not msgspec.UNSET
-    ]
-    if AUTO in [*lists.get("api_server", []), *overridden]:
-        raise InputFileError(path, f"api_server = {AUTO!r} is for all cells: write it in [common], or leave it out")
-    named = "api_server" in lists or overridden or common.get("api_server", AUTO) != AUTO
-    if named:
-        return False
-    common.pop("api_server", None)
-    if "api_server_count" in lists or "api_server_count" in common:
-        common["api_server"] = DEFAULT_CLASS
-        return False
-    return True
+    return Sweep(file.name, file.description, axes, cells, file.keep_runs)
 
 
 def _check_file(path: Path, file: Any, lists: dict[str, list[Any]], common: dict[str, Any]) -> None:

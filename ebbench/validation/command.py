@@ -17,7 +17,6 @@ from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.manifest import wall_clock_ns
 from ebbench.render.numbers import finite
-from ebbench.spec.server import OFF
 from ebbench.validation.drive import Outcomes, validate
 from ebbench.validation.judge import METRICS, Error, GainPrediction, Judgement, MetricVerdict, judge
 from ebbench.validation.machine import Call, describe_machine, write_manifest
@@ -86,7 +85,7 @@ def as_document(
             "vLLM's CPU build ran the model in the engine core's process, eager (--enforce-eager), as its steps were "
             "measured; a server started by hand uses a process more and torch.compile"
         )
-    if question.engine == "vllm" and load_average:
+    if question.real and load_average:
         lines.append(
             f"load average {min(load_average):.1f} to {max(load_average):.1f} on {cpus} CPUs during the measurement"
         )
@@ -148,14 +147,14 @@ def notes(question: ValidationQuestion, outcomes: Outcomes, judged: Judgement) -
     )
     lines = [
         f"{len(outcomes.observations)} of {outcomes.planned} runs measured, {outcomes.invalid} of them INVALID and "
-        f"left out; {schedule.rounds} rounds; {loads}; prompts of {question.input_tokens} and outputs of "
-        f"{question.output_tokens} tokens on average",
+        f"left out; {schedule.rounds} rounds; {loads}; prompts of {question.spec.plan.input_len} and outputs of "
+        f"{question.spec.plan.output_len} tokens on average",
         _step_times(outcomes.steps),
         "error: predicted over measured, mean over the rounds; noise: half its 95 % interval, from the differences "
         "between rounds of the same run; lowest, highest: of the measured runs",
     ]
     lines += [_bias(of_metric) for of_metric in judged.verdict.metrics]
-    if question.engine == "vllm":
+    if question.real:
         lines.append(
             "asynchronous scheduling and prefix caching are off in prediction and measurement: steps are measured one "
             f"at a time. {_outside_the_engine(question)}"
@@ -185,12 +184,10 @@ def _step_times(rounds: Sequence[StepTimes]) -> str:
 
 def _outside_the_engine(question: ValidationQuestion) -> str:
     """What measured and predicted times hold beside the engine's."""
-    if question.api_server == OFF:
+    predicted = question.predicted_server
+    if not predicted:
         return "Measured times include the API server and the client, predicted times neither (--api-server off)"
-    return (
-        f"Measured times include the API server and the client, predicted times an API server of class "
-        f"{question.api_server}"
-    )
+    return f"Measured times include the API server and the client, predicted times an API server of class {predicted}"
 
 
 def _bias(metric: MetricVerdict) -> str:
@@ -258,19 +255,19 @@ def _run_validation(
 
 def announce(question: ValidationQuestion, folder: Path, max_time_s: float) -> list[str]:
     """The lines printed first: the steps to come and the time limit."""
-    what = machine_name() if question.engine == "vllm" else f"{question.device}, engine {question.engine}"
+    what = machine_name() if question.real else f"{question.spec.device}, engine {question.spec.engine}"
     loads = ", ".join(map(str, question.loads))
     lines = [
         f"validating simulated results for {question.model} on {what}, at most {max_time_s / 60:.0f} min:",
         f"  1. measure the times of up to {replace(question.grid, repeats=question.repeats).points} steps"
-        + (" in vLLM, after its start" if question.engine == "vllm" else ""),
+        + (" in vLLM, after its start" if question.real else ""),
         f"  2. predict {', '.join(question.policies)} at {loads} requests open",
         f"  3. measure the same runs; up to {question.rounds} rounds of 1. to 3.",
         f"results are kept in {folder}; after a stop the same command continues",
     ]
-    if "dummy" in question.vllm_options:
+    if "dummy" in question.spec.vllm_options:
         lines.append("random weights (--load-format dummy): the model's folder holds no weights")
-    if "--skip-tokenizer-init" in question.vllm_options:
+    if "--skip-tokenizer-init" in question.spec.vllm_options:
         lines.append("no tokenizer in the model's folder: prompts are token ids, and output stays token ids")
     return lines
 
@@ -291,7 +288,7 @@ def _open_folder(question: ValidationQuestion, folder: Path) -> None:
 
 
 def _as_json(question: ValidationQuestion) -> bytes:
-    return json.dumps(asdict(question), indent=1, sort_keys=True).encode() + b"\n"
+    return json.dumps(question.stored, indent=1, sort_keys=True).encode() + b"\n"
 
 
 def _check_same(question: ValidationQuestion, path: Path) -> None:

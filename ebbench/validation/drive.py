@@ -32,7 +32,7 @@ from ebbench.runs.prepare import device_of
 from ebbench.runs.store import Measured, RunStore, run_cells, run_missing
 from ebbench.spec.run import RunSpec
 from ebbench.validation.judge import METRICS, Observation
-from ebbench.validation.machine import move_api_servers, server_processors, starting_as_measured, starting_on
+from ebbench.validation.machine import move_beside_the_client, server_processors, starting_as_measured, starting_on
 from ebbench.validation.question import (
     MeasuringSchedule,
     PlannedRun,
@@ -74,7 +74,7 @@ def measure_step_times(question: ValidationQuestion, folder: Path) -> StepTimes:
     log, out = folder / "calibrate.log", folder / "calibrate.json"
     began = time.monotonic()
     with log.open("wb") as errors, out.open("wb") as output, starting_on(server_processors(question)):
-        environ = child_environ(server_environment() if question.engine == "vllm" else os.environ)
+        environ = child_environ(server_environment() if question.real else os.environ)
         status, _ = run_supervised(command(question, folder), GRACE_S, stdout=output, stderr=errors, env=environ)
     if status:
         raise _failed(status, log)
@@ -88,10 +88,17 @@ def command(question: ValidationQuestion, folder: Path) -> list[str]:
     grid = question.grid
     sizes = {"--tokens": grid.tokens, "--seqs": grid.seqs, "--contexts": grid.contexts}
     given = [word for name, values in sizes.items() for word in (name, ",".join(map(str, values)))]
-    device = ["--device", question.device] if question.device is not None else []
-    words = ["calibrate", "--engine", question.engine, "--model", question.model, *device, *given]
+    spec = question.spec
+    device = ["--device", spec.device] if spec.device is not None else []
+    words = ["calibrate", "--engine", spec.engine, "--model", question.model, *device, *given]
     words += ["--repeats", str(question.repeats), "--check", "0", "--output-dir", str(folder / "profile"), "--json"]
-    return [sys.executable, "-m", "ebbench", *words, *(["--", *question.vllm_options] if question.vllm_options else [])]
+    return [
+        sys.executable,
+        "-m",
+        "ebbench",
+        *words,
+        *(["--", *spec.vllm_options] if spec.vllm_options else []),
+    ]
 
 
 def stored_step_times(folder: Path) -> StepTimes:
@@ -186,8 +193,8 @@ def announcement(question: ValidationQuestion, schedule: MeasuringSchedule, step
     words = f"{runs} runs: {policies} policies x {loads} loads x {schedule.rounds} rounds, predicted before each round"
     if stored:
         words += f"; {stored} are measured already"
-    if question.engine != "vllm":
-        return f"{words}; engine {question.engine} runs them"
+    if not question.real:
+        return f"{words}; engine {question.spec.engine} runs them"
     start_s = server_start_s(question, steps)
     total_s = schedule.rounds * policies * (start_s + schedule.server_s) + (schedule.rounds - 1) * steps.seconds
     left_s = total_s * (1.0 - stored / runs)
@@ -278,7 +285,7 @@ class _Rounds:
         return kind(self.question, self.steps[setting.round], setting, self.schedule)
 
     def _too_late(self, needed_s: float) -> bool:
-        return self.budget.left_s < (needed_s if self.question.engine == "vllm" else 0.0)  # virtual time takes none
+        return self.budget.left_s < (needed_s if self.question.real else 0.0)  # virtual time takes none
 
     def _now(self, doing: str) -> None:
         runs = self.schedule.rounds * len(self.question.policies) * len(self.question.loads)
@@ -325,7 +332,7 @@ def _measure_policy(
         with starting_as_measured(question):
             start = engine.started(parse_policy(first.policy), device_of(first), first.server, _no_progress)
             server = stack.enter_context(start)
-        move_api_servers([process.group for process in server.processes], server_processors(question))
+        move_beside_the_client([process.group for process in server.processes], server_processors(question))
         run_cells(cells, store, InProcess(), whole=True, stored=stored, job=partial(make, engine=server))
 
 

@@ -41,7 +41,7 @@ def server_processors(question: ValidationQuestion) -> frozenset[int]:
     That is so on a GPU, without vLLM, and where this process may use one processor only.
     """
     usable = os.sched_getaffinity(0)
-    if question.engine != "vllm" or not cpu_build() or len(usable) < 2:
+    if not (question.real and cpu_build()) or len(usable) < 2:
         return frozenset()
     return frozenset(usable) - {min(usable)}
 
@@ -63,12 +63,12 @@ def starting_on(processors: frozenset[int]) -> Iterator[None]:
 @contextmanager
 def starting_as_measured(question: ValidationQuestion) -> Iterator[None]:
     """Servers started inside run on :func:`server_processors`, the CPU build's model in the engine core's process."""
-    variables = ONE_PROCESS if question.engine == "vllm" and cpu_build() else {}
+    variables = ONE_PROCESS if question.real and cpu_build() else {}
     with environment(**variables), starting_on(server_processors(question)):
         yield
 
 
-def move_api_servers(supervisors: Iterable[int], processors: frozenset[int]) -> None:
+def move_beside_the_client(supervisors: Iterable[int], processors: frozenset[int]) -> None:
     """Move running API servers to the usable processors outside ``processors``; engine cores stay where they are.
 
     ``supervisors``: process ids whose child is an API server; the engine core is the API server's child.
@@ -77,8 +77,8 @@ def move_api_servers(supervisors: Iterable[int], processors: frozenset[int]) -> 
     if not processors or not others:
         return
     for supervisor in supervisors:
-        for api_server in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
-            for thread in Path(f"/proc/{api_server}/task").iterdir():
+        for server in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
+            for thread in Path(f"/proc/{server}/task").iterdir():
                 with suppress(ProcessLookupError):  # threads that have just ended
                     os.sched_setaffinity(int(thread.name), others)
 
@@ -121,10 +121,10 @@ def _readable(unix_ns: int) -> str:
 
 def describe_machine(question: ValidationQuestion) -> dict[str, Any]:
     """Hardware and software of a measurement."""
-    real = question.engine == "vllm"
+    real = question.real
     gpus = visible_gpus() if real else ()
     return {
-        "name": machine_name() if real else f"{question.device} ({question.engine})",
+        "name": machine_name() if real else f"{question.spec.device} ({question.spec.engine})",
         "gpus": [asdict(gpu) for gpu in gpus],
         "cpus": os.cpu_count(),
         "usable_cpus": len(os.sched_getaffinity(0)),
@@ -132,7 +132,7 @@ def describe_machine(question: ValidationQuestion) -> dict[str, Any]:
         "server_cpus": len(server_processors(question) or os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.platform(),
-        "versions": software_versions(engine_versions(question.engine)),
+        "versions": software_versions(engine_versions(question.spec.engine)),
     }
 
 
@@ -148,7 +148,7 @@ def write_manifest(folder: Path, question: ValidationQuestion, call: Call) -> li
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: damaged ({error}); delete it") from None
     content = {
-        "question": asdict(question),
+        "question": question.stored,
         "machine": describe_machine(question),
         "git_commit": git_commit(),
         "calls": [*earlier, call.to_dict()],

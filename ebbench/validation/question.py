@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,12 +14,12 @@ import msgspec
 
 from ebbench.calibration.measure import ProbeGrid, parse_grid
 from ebbench.config.declare import DEFAULT_DEVICE
-from ebbench.devices.profiles import chosen_api_server
 from ebbench.engines.base import check_counts
 from ebbench.engines.vllm_command import check_vllm_options, cpu_build, random_weight_options
 from ebbench.errors import DataError, RunError, UsageError
 from ebbench.records import files
 from ebbench.runs.execute import Task, make
+from ebbench.simulation.front_end import find_api_server
 from ebbench.spec.client import ClientOptions
 from ebbench.spec.commands import ValidationCommand, asked_of
 from ebbench.spec.run import OF_LABELS, Labels, RunSpec
@@ -39,30 +39,20 @@ POLICIES = ("v1", "eb", "ebplus", "marginal")
 class ValidationQuestion:
     """Model, policies and loads. Gains are relative to the first policy. ``loads``: numbers of open requests.
 
-    ``input_tokens`` and ``output_tokens``: mean lengths of the runs to predict. ``engine``: ``vllm``, or ``sim`` and
-    ``emulated`` with ``device`` for a rehearsal. ``longest_run_s``: most seconds per run, unless the fewest requests
-    that a run needs take longer. ``lag_limit_ms``: limit of the load generator. ``vllm_options``: arguments for vLLM,
-    given by the user or needed by the model. ``api_server``: class of the API server in the predictions, or ``off``.
-    Without it a client's next request would be in the step after its last token, which a real server has begun by the
-    time the client has read that token.
+    ``spec``: the run to measure, without its load: under the first policy and with the seed of the first round. Its
+    engine is ``vllm``, or ``sim`` and ``emulated`` with a device for a rehearsal; its API server is that of the
+    predictions. Without one a client's next request would be in the step after its last token, which a real server has
+    begun by the time the client has read that token. ``longest_run_s``: most seconds per run, unless the fewest
+    requests that a run needs take longer.
     Raises UsageError for a load or a number of rounds below 1, and for an unknown policy or API server.
     """
 
-    model: str
+    spec: RunSpec
     grid: ProbeGrid
     loads: tuple[int, ...]
     policies: tuple[str, ...] = POLICIES
     rounds: int = 3
-    input_tokens: int = 128
-    output_tokens: int = 64
-    engine: str = "vllm"
-    device: str | None = None
-    seed: int = 0
     longest_run_s: float = 40.0
-    lag_limit_ms: float | None = None
-    vllm_options: tuple[str, ...] = ()
-    api_server: str = OFF
-    labels: Labels = field(default_factory=Labels)
 
     def __post_init__(self) -> None:
         if not self.loads or min(self.loads) < 1:
@@ -71,22 +61,37 @@ class ValidationQuestion:
             raise UsageError(f"--rounds must be at least 1, not {self.rounds}")
         for name in self.policies:
             parse_policy(name)
-        chosen_api_server(self.api_server, None)
+        if self.predicted_server:
+            find_api_server(self.predicted_server)
 
     @property
-    def options(self) -> EngineOptions:
-        """Scheduler settings of every run, within what the step times cover.
+    def real(self) -> bool:
+        """Whether a real vLLM is measured."""
+        return self.spec.engine == "vllm"
 
-        Asynchronous scheduling is off on a real vLLM, since steps are measured one at a time there.
-        """
-        return EngineOptions(
-            max_num_seqs=self.grid.seqs[-1],
-            max_num_batched_tokens=max(self.grid.tokens[-1], self.grid.seqs[-1]),
-            max_model_len=self.grid.options.max_model_len,
-            enable_prefix_caching=False,
-            async_scheduling=self.engine != "vllm",
-            warmup=WARMUP,
-        )
+    @property
+    def model(self) -> str:
+        """The model served."""
+        assert self.spec.model is not None  # the command asks for one
+        return self.spec.model
+
+    @property
+    def predicted_server(self) -> str:
+        """Class of the API server in the predictions; empty without."""
+        name = self.spec.server.api_server
+        return "" if name == OFF else name
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """The question as files have it."""
+        spec = self.spec
+        return {
+            "model": spec.model, "grid": asdict(self.grid), "loads": self.loads, "policies": self.policies,
+            "rounds": self.rounds, "input_tokens": spec.plan.input_len, "output_tokens": spec.plan.output_len,
+            "engine": spec.engine, "device": spec.device, "seed": spec.plan.seed, "longest_run_s": self.longest_run_s,
+            "lag_limit_ms": spec.client.lag_limit_ms, "vllm_options": spec.vllm_options,
+            "api_server": spec.server.api_server, "labels": asdict(spec.labels),
+        }  # fmt: skip
 
     @property
     def repeats(self) -> int:
@@ -173,66 +178,31 @@ def predicted_cell(
     One server of a real vLLM serves the loads one after the other, and adaptive policies keep what they have learned:
     the requests of the smaller loads are warm-up here.
     """
-    options = replace(_options(question, steps), api_server=question.api_server)
-    if question.engine == "vllm":
-        options = replace(options, warmup=schedule.served_before(setting.load_index))
-    return RunSpec(
-        _plan(question, setting, schedule),
-        setting.policy,
-        engine="sim",
-        device=str(steps.profile),
-        model=question.model,
-        server=options,
-        labels=question.labels,
-    )
+    spec = _run(question, steps, setting, schedule)
+    if question.real:
+        spec = spec.changed(warmup=schedule.served_before(setting.load_index))
+    return replace(spec, engine="sim", device=str(steps.profile), client=ClientOptions(), vllm_options=())
 
 
 def measured_cell(
     question: ValidationQuestion, steps: StepTimes, setting: PlannedRun, schedule: MeasuringSchedule
 ) -> RunSpec:
     """The same run on the engine itself; policies compute from the costs that were just measured."""
-    real = question.engine == "vllm"
-    how: dict[str, Any] = (
-        {"calibration": str(steps.costs), "vllm_options": question.vllm_options, "client": _client(question)}
-        if real
-        else {"device": question.device}
-    )
-    return RunSpec(
-        _plan(question, setting, schedule),
-        setting.policy,
-        engine=question.engine,
-        model=question.model,
-        # Steps of the CPU build are measured without torch.compile; those of a GPU with all that vLLM does by default.
-        server=replace(_options(question, steps), enforce_eager=real and cpu_build()),
-        labels=question.labels,
-        **how,
-    )
+    spec = _run(question, steps, setting, schedule).changed(api_server=OFF)
+    if not question.real:
+        return spec
+    # Steps of the CPU build are measured without torch.compile; those of a GPU with all that vLLM does by default.
+    return spec.changed(enforce_eager=cpu_build(), calibration=str(steps.costs))
 
 
-def _client(question: ValidationQuestion) -> ClientOptions:
-    return ClientOptions(lag_limit_ms=question.lag_limit_ms)
-
-
-def _plan(question: ValidationQuestion, setting: PlannedRun, schedule: MeasuringSchedule) -> PlanOptions:
-    return PlanOptions(
-        WORKLOAD,
-        num_prompts=schedule.requests[setting.load_index],
-        seed=question.seed + setting.round,
-        source="profile",
-        max_concurrency=question.loads[setting.load_index],
-        input_len=question.input_tokens,
-        output_len=question.output_tokens,
-        max_model_len=question.options.max_model_len,
-        with_text=False,
-    )
-
-
-def _options(question: ValidationQuestion, steps: StepTimes) -> EngineOptions:
-    """Options with 95 % of the measured engine's KV cache: its size differs by a few percent between two starts."""
-    options = replace(question.options, max_num_seqs=steps.largest_batch_seqs)
-    if not steps.kv_capacity_tokens:
-        return options
-    return replace(options, num_kv_blocks=int(0.95 * steps.kv_capacity_tokens) // options.block_size)
+def _run(question: ValidationQuestion, steps: StepTimes, setting: PlannedRun, schedule: MeasuringSchedule) -> RunSpec:
+    """With 95 % of the measured engine's KV cache: its size differs by a few percent between two starts."""
+    spec, tokens = question.spec, int(0.95 * steps.kv_capacity_tokens)
+    return spec.changed(
+        policy=setting.policy, seed=spec.plan.seed + setting.round, max_concurrency=question.loads[setting.load_index],
+        num_prompts=schedule.requests[setting.load_index], max_num_seqs=steps.largest_batch_seqs,
+        num_kv_blocks=tokens // spec.server.block_size if tokens else None,
+    )  # fmt: skip
 
 
 # How much a validation measures: rounds, and requests per run, within the time limit.
@@ -261,7 +231,7 @@ class TimeBudget:
 
 def server_start_s(question: ValidationQuestion, steps: StepTimes) -> float:
     """Seconds that a server is expected to take to start; 0 for an engine in virtual time."""
-    return steps.start_s + SERVING_S if question.engine == "vllm" else 0.0
+    return steps.start_s + SERVING_S if question.real else 0.0
 
 
 def find_schedule(
@@ -277,7 +247,7 @@ def find_schedule(
             _store(longer, path)
         return longer
     rates = [_pilot_rate(question, steps, index) for index in range(len(question.loads))]
-    real = question.engine == "vllm"  # runs in virtual time need no limit
+    real = question.real  # runs in virtual time need no limit
     left_s, steps_s = (budget.left_s, steps.seconds) if real else (math.inf, 0.0)
     schedule = fitted_schedule(question, rates, server_start_s(question, steps), left_s, steps_s)
     _store(schedule, path)
@@ -319,13 +289,13 @@ def fitted_schedule(
     while True:
         runs_s = left_s - (rounds - 1) * steps_s
         per_server_s = runs_s / (rounds * len(question.policies)) - start_s
-        warmups_s = sum(question.options.warmup / rate for rate in rates)
+        warmups_s = sum(question.spec.server.warmup / rate for rate in rates)
         aim_s = min(max((per_server_s - warmups_s) / len(rates), SHORTEST_RUN_S), question.longest_run_s)
         requests = tuple(
             min(max(round(rate * aim_s), FEWEST_TURNS * load), max(MOST_REQUESTS, FEWEST_TURNS * load))
             for rate, load in zip(rates, question.loads, strict=True)
         )
-        run_s = tuple((count + question.options.warmup) / rate for count, rate in zip(requests, rates, strict=True))
+        run_s = tuple((count + question.spec.server.warmup) / rate for count, rate in zip(requests, rates, strict=True))
         schedule = MeasuringSchedule(rounds, requests, run_s, question.rounds)
         if rounds <= 2 or rounds * len(question.policies) * (start_s + schedule.server_s) <= runs_s:
             return schedule
@@ -351,22 +321,31 @@ def validation_question(given: Mapping[str, Any]) -> ValidationQuestion:
         raise UsageError("--device is for engines sim and emulated; engine vllm measures this machine")
     if engine != "vllm" and api_server is not None:
         raise UsageError(f"--api-server is for engine vllm; with engine {engine} neither side has one")
-    grid = parse_grid(engine, asked)
-    needed = random_weight_options(model, vllm_options) if engine == "vllm" else ()
-    return ValidationQuestion(
-        model=model,
-        grid=grid,
-        loads=asked.loads or (max(grid.seqs[-1] // 8, 1), max(grid.seqs[-1] // 2, 2)),
-        policies=tuple(settings.get("policy") or POLICIES),
-        rounds=asked.rounds,
-        input_tokens=lengths["input_len"] or max(grid.tokens[-1] // 4, 4),
-        output_tokens=lengths["output_len"] or max(grid.contexts[-1] // 4, 8),
-        engine=engine,
-        device=device if engine == "vllm" else device or DEFAULT_DEVICE,
-        seed=settings.get("seed", 0),
-        longest_run_s=asked.run_time,
-        lag_limit_ms=settings.get("lag_limit_ms"),
-        vllm_options=(*needed, *vllm_options),
+    grid, real = parse_grid(engine, asked), engine == "vllm"
+    needed = random_weight_options(model, vllm_options) if real else ()
+    policies, longest = tuple(settings.get("policy") or POLICIES), grid.options.max_model_len
+    spec = RunSpec(
+        PlanOptions(
+            WORKLOAD, source="profile", seed=settings.get("seed", 0), max_model_len=longest, with_text=False,
+            input_len=lengths["input_len"] or max(grid.tokens[-1] // 4, 4),
+            output_len=lengths["output_len"] or max(grid.contexts[-1] // 4, 8),
+        ),
+        policies[0], engine, device if real else device or DEFAULT_DEVICE, model,
+        # Within what the step times cover. Steps are measured one at a time on a real vLLM.
+        EngineOptions(
+            max_num_seqs=grid.seqs[-1], max_num_batched_tokens=max(grid.tokens[-1], grid.seqs[-1]),
+            max_model_len=longest, enable_prefix_caching=False, async_scheduling=not real, warmup=WARMUP,
+            api_server=(api_server or DEFAULT_CLASS) if real else OFF,
+        ),
+        client=ClientOptions(lag_limit_ms=settings.get("lag_limit_ms")) if real else ClientOptions(),
         labels=Labels(**{name: settings[name] for name in OF_LABELS if name in settings}),
-        api_server=(api_server or DEFAULT_CLASS) if engine == "vllm" else OFF,
+        vllm_options=(*needed, *vllm_options),
+    )  # fmt: skip
+    return ValidationQuestion(
+        spec,
+        grid,
+        loads=asked.loads or (max(grid.seqs[-1] // 8, 1), max(grid.seqs[-1] // 2, 2)),
+        policies=policies,
+        rounds=asked.rounds,
+        longest_run_s=asked.run_time,
     )

@@ -153,6 +153,8 @@ def _sessions(requests: Requests) -> Mapping[str, Any]:
     if requests.pause_s is not None and (known := requests.pause_s[~np.isnan(requests.pause_s)]).size:
         described["pause_median_s"] = float(np.median(known))
         described["pause_mean_s"] = float(known.mean())
+        if requests.tool_share is not None:
+            described["tool_pauses"] = float(np.nanmean(requests.tool_share))
     return described
 
 

@@ -323,13 +323,6 @@ def parse_priorities(text: str) -> dict[str, int]:
     return by_class
 
 
-def has_priorities(options: PlanOptions) -> bool:
-    """Whether classes have priorities, from the options or from a mixture's file."""
-    mixture = read_mixture(options.workload)
-    own = mixture is not None and any(request_class.priority is not None for request_class in mixture.classes)
-    return options.priorities is not None or own
-
-
 def with_priorities(requests: Requests, priorities: Mapping[str, int]) -> Requests:
     """The requests with the priority of their class; 0 for other classes. Raises UsageError for an unknown class."""
     if not priorities:

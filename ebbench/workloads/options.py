@@ -86,6 +86,16 @@ def is_mixture(workload: str) -> bool:
     return "classes" in read_toml(path)
 
 
+def has_priorities(options: PlanOptions) -> bool:
+    """Whether classes have priorities, from the options or from a mixture's file."""
+    if options.priorities is not None or not is_mixture(options.workload):
+        return options.priorities is not None
+    from ebbench.workloads.mixture import read_mixture
+
+    mixture = read_mixture(options.workload)
+    return mixture is not None and any(request_class.priority is not None for request_class in mixture.classes)
+
+
 def _short_name(workload: str) -> str:
     return Path(workload.partition(":")[2] or workload).stem
 
@@ -103,11 +113,16 @@ class PlanOptions:
     Raises UsageError for an invalid value.
     """
 
-    workload: str = declare(help="A workload (`ebbench workloads list`), log:FILE, or several with shares.")
+    workload: str = declare(help="A workload (`ebbench workloads list`), log:FILE, or several with shares.", file=True)
     """A bundled name, ``log:FILE`` or ``trace:FILE`` (recorded requests), ``reference:PATH`` (as used in a published
     run), the path of a TOML file, or several of them with shares (:mod:`ebbench.workloads.mixture`)."""
     scenario: str | None = declare(
-        None, "When requests arrive: a name or a TOML file.", LOAD, names=("--scenario", "-s"), complete="scenarios"
+        None,
+        "When requests arrive: a name or a TOML file.",
+        LOAD,
+        names=("--scenario", "-s"),
+        complete="scenarios",
+        file=True,
     )
     """None is ``trace`` for recorded requests and ``saturated`` otherwise."""
     num_prompts: int | None = declare(
@@ -117,7 +132,7 @@ class PlanOptions:
     seed: int = declare(
         0, "Seed of the plan; equal seeds give byte-identical plans.", WORKLOAD, at_least=0, at_most=MOST_SEED
     )
-    source: str = declare("auto", "auto, hub, profile or file:PATH.", WORKLOAD)
+    source: str = declare("auto", "auto, hub, profile or file:PATH.", WORKLOAD, file=True)
     max_concurrency: int | None = declare(
         None, "Most sessions open at a time.", LOAD, names=("--max-concurrency", "-c"), at_least=1
     )
@@ -146,7 +161,10 @@ class PlanOptions:
     )
     """Without it they are refused."""
     tokenizer: str | None = declare(
-        None, "Tokenizer that counts the tokens of texts (default: estimate), and of answers without usage.", WORKLOAD
+        None,
+        "Tokenizer that counts the tokens of texts (default: estimate), and of answers without usage.",
+        WORKLOAD,
+        file=True,
     )
     """Name or folder."""
     with_text: bool = True

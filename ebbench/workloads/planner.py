@@ -397,8 +397,8 @@ def _no_rate(options: PlanOptions) -> str:
     if options.scenario is None:
         rate = f"--request-rate {options.request_rate:g}"
         return (
-            f"a log has a rate of its own: {rate} --scenario trace scales its recorded times to it, "
-            f"{rate} --scenario poisson takes only its lengths"
+            f"a log has a rate of its own: leave {rate} out to replay it; {rate} --scenario trace scales its recorded "
+            f"times to it, {rate} --scenario poisson takes only its lengths"
         )
     return ""
 

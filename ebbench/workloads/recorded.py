@@ -410,8 +410,9 @@ def brings_results(messages: Any) -> bool | None:
     if not isinstance(messages, list) or not messages or not isinstance(messages[-1], Mapping):
         return None
     last = messages[-1]
-    parts = last.get("content") if isinstance(last.get("content"), list) else []
-    kinds = [last.get("type"), *(part.get("type") for part in parts if isinstance(part, Mapping))]
+    content = last.get("content")
+    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    kinds = [part.get("type") for part in (last, *parts)]
     return last.get("role") in ("tool", "function") or bool({*map(str, kinds)} & _RESULTS)
 
 

@@ -88,7 +88,7 @@ def test_the_number_of_engines_is_said(tmp_path: Path) -> None:
 
 
 def question(server: dict[str, str]) -> AdviceQuestion:
-    spec = simulated("balanced", "v1", "h200", "qwen3-30b-a3b", 64, 8192, front_end_ms=None).changed(**server)
+    spec = simulated("balanced", "v1", "h200", "qwen3-30b-a3b", 64, 8192, in_front=True).changed(**server)
     return AdviceQuestion(spec, 1, Slo(), ("v1",))
 
 

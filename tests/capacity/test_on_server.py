@@ -120,3 +120,11 @@ def test_a_server_that_refuses_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 4
     assert len(done.stderr.strip().splitlines()) <= 2
     assert "127.0.0.1:9" in done.stderr
+
+
+def test_a_search_whose_requests_all_fail_says_why(tmp_path: Path) -> None:
+    with FakeServerProcess(FakeConfig(faults=(parse_fault("status:code=400"),))) as server:
+        done = capacity(tmp_path / "out", server.url, "--goodput", "ttft:500", "-n", "8")
+    assert done.returncode != 0
+    assert "INVALID: every request failed; " in done.stderr
+    assert " x http_400: fault: status 400 -> " in done.stderr

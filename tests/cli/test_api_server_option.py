@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
+from ebbench.analysis.environment import differences, machine_of_run, run_environment
 from ebbench.cli.main import app
 from ebbench.errors import EbbenchError, UsageError
 from ebbench.records.run import Run, find_runs
 
+STORED = Path(__file__).parents[1] / "data" / "stored"
 SMALL = ("run", "sharegpt", "--source", "profile", "-n", "40", "-c", "16", "--policy", "v1", "--device", "h200")
 
 
@@ -43,37 +46,61 @@ SLOW = "eb:theta=0.9"
 
 
 def simulated(folder: Path, *options: str) -> tuple[dict[str, str | None], str]:
-    """The API server of each policy's run as its JSON names it, and what was said meanwhile."""
+    """The API server of each policy's run as its JSON names it, and the warnings about it."""
     result = CliRunner().invoke(app, [*BUSY, "--output-dir", str(folder), *options], catch_exceptions=False)
     assert result.exit_code == 0
     shown = json.loads(result.stdout)
-    stored = list(find_runs([folder]))
-    assert len(stored) == len(shown)  # runs that were made again are not kept
-    return {one["policy"]: one["api_server"] for one in shown}, result.stderr
+    assert len(list(find_runs([folder]))) == len(shown)  # runs without it that were made first are not kept
+    said = [f"{one['policy']}: {warning['text']}" for one in shown for warning in one["warnings"]]
+    return {one["policy"]: one["api_server"] for one in shown}, "\n".join(line for line in said if "API server" in line)
 
 
-def test_it_is_simulated_for_all_policies_if_one_keeps_it_busy(tmp_path: Path) -> None:
+def test_each_run_has_it_if_it_would_be_busy_there(tmp_path: Path) -> None:
     found, said = simulated(tmp_path / "both", "--policy", SLOW, "--policy", "v1")
-    assert found == {SLOW: "datacenter", "v1": "datacenter"}
-    assert said.count("Everything is simulated again with --api-server datacenter") == 1
-    found, said = simulated(tmp_path / "slow", "--policy", SLOW)
-    assert found == {SLOW: None}
-    assert "again" not in said
+    assert found == {SLOW: None, "v1": "datacenter"}
+    (line,) = said.splitlines()
+    assert line.startswith("v1: These requests and answers would keep 0.84 processes of vLLM's API server busy")
+    assert line.endswith("so it is simulated. More processes: --api-server-count; none: --api-server off.")
+    compared = CliRunner().invoke(app, ["compare", *map(str, (tmp_path / "both").iterdir())])
+    assert compared.exit_code == 0, compared.output
+    assert "v1: These requests and answers would keep" in " ".join(compared.output.split())
 
 
 def test_the_figures_are_those_of_asking_for_it(tmp_path: Path) -> None:
     runs = {}
     for name, options in {"auto": (), "asked": ("--api-server", "datacenter"), "off": ("--api-server", "off")}.items():
         simulated(tmp_path / name, "--policy", "v1", "--quiet", *options)
-        runs[name] = Run.load(tmp_path / name).requests
-    assert runs["auto"].equals(runs["asked"])
-    assert not runs["auto"].equals(runs["off"])
+        runs[name] = Run.load(tmp_path / name)
+    assert runs["auto"].requests.equals(runs["asked"].requests)
+    assert not runs["auto"].requests.equals(runs["off"].requests)
+    assert [run.manifest.facts["api_server"] for run in runs.values()] == ["datacenter", "datacenter", "off"]
+    assert [run.manifest.options["api_server"] for run in runs.values()] == ["auto", "datacenter", "off"]
+
+
+def test_a_run_that_does_not_keep_it_busy_is_the_one_without_it(tmp_path: Path) -> None:
+    for name in ("auto", "off"):
+        simulated(tmp_path / name, "--policy", SLOW, "--api-server", name)
+    auto, off = (Run.load(tmp_path / name) for name in ("auto", "off"))
+    assert auto.requests.equals(off.requests)
+    assert run_environment(auto.manifest) == run_environment(off.manifest)
+
+
+def test_runs_that_differ_in_what_auto_simulated_are_comparable() -> None:
+    manifest = Run.load(STORED / "http_run").manifest
+    asked = [
+        replace(manifest, options={"api_server": name}, facts={**manifest.facts, "api_server": made})
+        for name, made in (("auto", "off"), ("auto", "datacenter"), ("off", "off"), ("datacenter", "datacenter"))
+    ]
+    quiet, busy, off, always = map(run_environment, asked)
+    assert quiet == busy == off
+    assert [difference.option for difference in differences(busy, always)] == ["api_server"]
+    assert [machine_of_run(one).api_server for one in asked] == ["", "datacenter", "", "datacenter"]
 
 
 def test_a_number_of_processes_simulates_them(tmp_path: Path) -> None:
     found, said = simulated(tmp_path / "two", "--policy", SLOW, "--api-server-count", "2")
     assert found == {SLOW: "datacenter x 2"}
-    assert "again" not in said
+    assert not said
 
 
 @pytest.mark.parametrize("engine", ["http://127.0.0.1:9", "vllm"])

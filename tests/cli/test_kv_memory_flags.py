@@ -76,10 +76,10 @@ def test_a_server_is_started_with_the_share_that_was_asked_for() -> None:
 
 
 def test_a_version_is_refused_where_a_real_server_has_one() -> None:
-    expected = "--vllm-version 0.12 is for engines sim and emulated"
+    expected = "--vllm-version 0.12 is simulated by engines sim and emulated"
     assert refused("--engine", "http://127.0.0.1:9", "--vllm-version", "0.12").startswith(expected)
     with pytest.raises(UsageError, match=expected):
-        refuse_simulated(EngineOptions(vllm_version="0.12"), "vllm")
+        refuse_simulated({"vllm_version": "0.12"}, "vllm")
 
 
 def test_a_share_is_refused_where_it_has_no_effect() -> None:

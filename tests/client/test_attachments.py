@@ -70,6 +70,15 @@ def test_simulated_engines_refuse_unsimulated() -> None:
         SimEngine().run(chat(lora_assignment="sql", num_prompts=2), parse_policy("v1"), device(), EngineOptions())
 
 
+def test_an_endpoint_without_priorities_is_refused_before_sending() -> None:
+    plan = build_plan("chat=wildchat:1 rag=longbench:1", source="profile", num_prompts=4, priorities="rag=3")
+    with FakeServerProcess(QUICK) as server:
+        options = ClientOptions(model="base-model", workers=0, metrics_interval_s=None, endpoint="messages")
+        with pytest.raises(UsageError, match=r"--endpoint messages have no priority.*completions, chat"):
+            drive(server.url, plan, options, environ={})
+        assert server.ledger() == []
+
+
 def test_images_are_tokens_of_the_plan_and_pictures_of_the_request() -> None:
     plain, plan = chat(num_prompts=3), chat(num_prompts=3, images="tokens=256,count=2,side=56")
     grown = np.asarray(plan.table["input_tokens"]) - np.asarray(plain.table["input_tokens"])

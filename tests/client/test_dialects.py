@@ -18,12 +18,14 @@ from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.environment import run_environment
 from ebbench.analysis.metrics import Slo, measure
 from ebbench.analysis.validity import Conditions, invalid_reasons
+from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.dialects import DIALECTS, token_counts
 from ebbench.client.response import classify, response_to
 from ebbench.config.server_url import PATHS, Endpoint
 from ebbench.engines.setup import make_engine
 from ebbench.errors import UsageError
 from ebbench.records.run import Run
+from ebbench.spec.client import ClientOptions
 from ebbench.spec.run import make_spec
 from ebbench.workloads.planner import make_plan
 from tests.client.client_runs import column, plan_of, run
@@ -188,6 +190,14 @@ def test_the_body_has_the_fields_of_its_api(endpoint: Endpoint) -> None:
         assert len(given.split() if isinstance(given, str) else given) == 9
 
 
+def test_a_short_prompt_is_shared_between_fewer_documents() -> None:
+    """A server refuses empty documents."""
+    for words, documents in ((1, 1), (2, 1), (4, 3), (30, 16)):
+        bodies = RequestBodies("m", ClientOptions(endpoint="rerank", documents=16))
+        body = json.loads(bodies.build(Turn(0, "r", 0, words, 1, 7, None, None)))
+        assert (len(body["documents"]), all([body["query"], *body["documents"]])) == (documents, True)
+
+
 def test_another_field_limits_the_output_where_it_is_named() -> None:
     async def answer(asked: Asked) -> None:
         await asked.send(EVENTS + chunk(SGLANG) + END)
@@ -314,6 +324,77 @@ def test_a_stream_that_breaks_off_is_truncated_in_every_api(endpoint: Endpoint) 
         (row,) = run(server.url, plan_of(1), endpoint=endpoint).requests.to_pylist()
     assert row["status"] == "failed"
     assert row["error_class"] in ("truncated", "malformed_frame")
+
+
+# What vLLM 0.32 sends for a reasoning model, in its order: several tokens in a delta, the end of the thinking in no
+# message of its own, a signature, and no count of thinking tokens in Messages.
+VLLM_RESPONSES = b"".join(
+    [
+        named("response.created", response={"model": "m", "status": "in_progress", "usage": None}, sequence_number=0),
+        named("response.in_progress", response={"model": "m", "status": "in_progress", "usage": None}),
+        named("response.output_item.added", item={"type": "reasoning", "summary": [], "content": None}),
+        named("response.content_part.added", part={"text": "", "type": "reasoning_text"}),
+        named("response.reasoning_text.delta", delta="pear", content_index=0),
+        named("response.reasoning_text.delta", delta="figs plum", content_index=0),
+        named("response.reasoning_text.done", text="pearfigs plum"),
+        named("response.content_part.done", part={"text": "pearfigs plum", "type": "reasoning_text"}),
+        named("response.output_item.done", item={"type": "reasoning", "content": [{"text": "pearfigs plum"}]}),
+        named("response.output_item.added", item={"type": "message", "content": [], "role": "assistant"}),
+        named("response.content_part.added", part={"type": "output_text", "text": "", "annotations": []}),
+        named("response.output_text.delta", delta="lime", logprobs=[]),
+        named("response.output_text.delta", delta="kiwi dill", logprobs=[]),
+        named("response.output_text.done", text="limekiwi dill", logprobs=[]),
+        named("response.output_item.done", item={"type": "message", "status": "completed"}),
+        named(
+            "response.completed",
+            response={
+                "model": "m", "status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"},
+                "usage": {
+                    "input_tokens": 87,
+                    "input_tokens_details": {"cached_tokens": 64, "cache_write_tokens": 0},
+                    "output_tokens": 7,
+                    "output_tokens_details": {"reasoning_tokens": 3, "tool_output_tokens": 0},
+                    "total_tokens": 94,
+                },
+            },
+        ),
+    ]
+)  # fmt: skip
+VLLM_MESSAGES = b"".join(
+    [
+        named("message_start", message={"id": "chatcmpl-1", "model": "m", "content": [], "stop_reason": None,
+                                        "usage": {"input_tokens": 87, "output_tokens": 0}}),
+        named("content_block_start", content_block={"type": "thinking", "thinking": ""}, index=0),
+        named("content_block_delta", delta={"type": "thinking_delta", "thinking": "pear"}, index=0),
+        named("content_block_delta", delta={"type": "thinking_delta", "thinking": "figs plum"}, index=0),
+        named("content_block_delta", delta={"type": "signature_delta", "signature": "1c88a837"}, index=0),
+        named("content_block_stop", index=0),
+        named("content_block_start", content_block={"type": "text", "text": ""}, index=1),
+        named("content_block_delta", delta={"type": "text_delta", "text": "lime"}, index=1),
+        named("content_block_delta", delta={"type": "text_delta", "text": "kiwi dill"}, index=1),
+        named("content_block_stop", index=1),
+        named("message_delta", delta={"stop_reason": "max_tokens", "stop_sequence": None},
+              usage={"input_tokens": 23, "output_tokens": 7, "cache_creation_input_tokens": 0,
+                     "cache_read_input_tokens": 64}),
+        named("message_stop"),
+    ]
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "stream", "thinking_tokens"),
+    [("responses", VLLM_RESPONSES, 3), ("messages", VLLM_MESSAGES, 4)],  # 4: two messages, half of 3 tokens beyond them
+)
+def test_streams_of_a_reasoning_model_under_vllm(endpoint: Endpoint, stream: bytes, thinking_tokens: int) -> None:
+    async def answer(asked: Asked) -> None:
+        await asked.send(EVENTS + chunk(stream) + END)
+
+    with raw_server(answer) as server:
+        (row,) = run(server.url, plan_of(1, output_tokens=7), endpoint=endpoint, keep_text=True).requests.to_pylist()
+    assert (row["status"], row["error_body"], row["text"]) == ("ok", None, "limekiwi dill")
+    assert (row["input_tokens"], row["cached_tokens"], row["output_tokens"]) == (87, 64, 7)
+    assert (row["thinking_tokens"], row["bundled_tokens"]) == (thinking_tokens, True)
+    assert row["first_token_ns"] <= row["first_answer_ns"] <= row["last_token_ns"]
 
 
 VECTOR = {"object": "embedding", "index": 0, "embedding": [0.25] * 4000}
@@ -506,6 +587,28 @@ def test_answers_without_tokens_have_no_time_to_a_first_one() -> None:
     assert found.input_throughput
     assert measure(columns, slo=Slo(ttft=60_000.0)).slo_attainment == 0.0
     assert invalid_reasons(done.requests, plan_of(3).table, columns, found, Conditions(paced_sends=False)) == ()
+
+
+def test_tables_of_answers_without_tokens_rank_by_prompts(tmp_path: Path) -> None:
+    async def answer(asked: Asked) -> None:
+        body = json.dumps({"data": [VECTOR], "usage": {"prompt_tokens": 5, "total_tokens": 5}}).encode()
+        await asked.send(whole(body).replace(b"OK\r\n", b"OK\r\ncontent-type: application/json\r\n"))
+
+    options = ("--source", "profile", "--no-power", "--lag-limit-ms", 60000, "-q", "--endpoint", "embeddings")
+    with raw_server(answer) as server:
+        for name in ("a", "b"):
+            invoke("run", "balanced", "-n", 3, "--engine", server.url, *options, "-o", tmp_path / name)
+    shown = invoke("show", tmp_path / "a").stdout
+    assert "in tok/s" in shown
+    assert not [name for name in ("out tok/s", "TTFT", "TPOT", "ITL", "per user") if name in shown]
+    compared = invoke("compare", tmp_path / "a", tmp_path / "b").stdout
+    assert "requests/s of v1 (b) against v1" in " ".join(compared.split())
+    assert "E2EL median" in compared
+    judged = json.loads(invoke("gate", tmp_path / "a", tmp_path / "b", "--json").stdout)
+    assert [figure["figure"] for figure in judged["figures"] if figure["gated"]] == [
+        "request_throughput", "median_e2el_ms",
+    ]  # fmt: skip
+    assert "requests/s" in invoke("trend", tmp_path / "a", tmp_path / "b").stdout
 
 
 def test_a_tokenizer_without_texts_is_for_servers_only() -> None:

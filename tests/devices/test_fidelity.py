@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -21,7 +22,6 @@ from ebbench.papers.fidelity.cases_servers import table17
 from ebbench.papers.fidelity.report import all_scores, write_report
 from ebbench.papers.fidelity.runs import (
     _gauss_newton,
-    as_answered,
     calibration_cells,
     case_runs,
     cells_of,
@@ -30,7 +30,6 @@ from ebbench.papers.fidelity.runs import (
 )
 from ebbench.papers.fidelity.scores import REPLAY_TARGETS, PublishedFigure, comparisons, replay_scores, scores
 from ebbench.papers.published import MODELS, best_sizes
-from ebbench.runs.execute import Task, make
 from ebbench.runs.prepare import plan_of
 from ebbench.spec.run import RunSpec
 from vllm_eb.calibration import MixedCost
@@ -71,8 +70,7 @@ def test_a_case_that_keeps_the_api_server_busy_is_answered_with_it() -> None:
     )
     answers = run_cases([few, many], 0, lambda _: None)
     (asked,) = run_cases([replace(many, api_server="datacenter")], 0, lambda _: None)
-    plain = {run: make(Task(run)).figures for case in (few, many) for run in case_runs(case, 0)}
-    without = cells_of([few, many], plain.__getitem__, lambda _: None, 0)
+    without = run_cases([replace(case, api_server="off") for case in (few, many)], 0, lambda _: None)
     assert answers[0] == without[0]
     assert answers[1] == asked
     assert asked.ours < 0.8 * without[1].ours
@@ -120,20 +118,15 @@ def test_fitted_cases_are_those_that_the_notes_name() -> None:
     assert all(case.name.startswith("1024 in") for case in silicon)
 
 
-@pytest.mark.parametrize(("tokens_per_s", "busy"), [(20_000.0, True), (2_000.0, False)])
-def test_a_case_that_set_the_api_server_is_fitted_only_with_it(tokens_per_s: float, busy: bool) -> None:
-    rates = {"request_throughput": 1.0, "output_throughput": tokens_per_s, "total_token_throughput": tokens_per_s}
+@pytest.mark.parametrize("simulated", ["datacenter", None])
+def test_a_case_that_set_the_api_server_is_fitted_only_with_it(simulated: str | None) -> None:
+    def figures(_: RunSpec) -> dict[str, Any]:
+        return {"request_throughput": 1.0, "api_server": simulated}
 
-    def figures(_: RunSpec) -> dict[str, float]:
-        return rates
-
-    chosen = [c for c in real_workloads() if (c.device, c.name, c.model) == ("h200", "ShareGPT", "qwen3-8b")]
-    assert [case.fitted for case in as_answered(chosen, figures, 0)] == [busy, busy]
-    asked = [replace(case, api_server="datacenter") for case in chosen]
-    assert [case.fitted for case in as_answered(asked, figures, 0)] == [True, True]
     (other,) = (c for c in table17() if (c.device, c.name, c.scheduler) == ("h200", "ShareGPT", "v1"))
-    (answer,) = as_answered([other], figures, 0)
-    assert (answer.api_server, answer.fitted) == ("datacenter" if busy else "off", False)
+    chosen = [c for c in real_workloads() if (c.device, c.name, c.model) == ("h200", "ShareGPT", "qwen3-8b")]
+    cells = cells_of([*chosen, other], figures, lambda _: None, 0)
+    assert {cell.model: cell.fitted for cell in cells} == {"qwen3-8b": simulated is not None, other.model: False}
 
 
 def test_the_distribution_shift_is_the_published_mixture_in_another_order() -> None:

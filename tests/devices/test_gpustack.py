@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from ebbench.cli.main import app
 from ebbench.errors import EbbenchError
 from ebbench.papers.fidelity.case import Case, reference_rows
-from ebbench.papers.fidelity.cases import WITHOUT, without_api_server
+from ebbench.papers.fidelity.cases import WITHOUT, engine_alone
 from ebbench.papers.fidelity.cases_gpustack import (
     FUSED,
     GPUSTACK,
@@ -102,7 +102,7 @@ def test_a_fused_sampler_leaves_the_kv_cache_that_the_runs_had(model: str) -> No
 
 
 def test_variants_keep_the_published_figures_and_name_their_source() -> None:
-    fused, without = list(fused_sampler()), list(without_api_server(gpustack()))
+    fused, without = list(fused_sampler()), list(engine_alone(gpustack()))
     assert (len(fused), len(without)) == (42, 63)
     assert all(number.source.endswith(FUSED) for case in fused for number in case.published)
     sizes = [(kv_capacity(case), kv_capacity(replace(case, vllm_version="0.11"))) for case in fused]

@@ -289,33 +289,40 @@ def test_the_nightly_example_measures_and_follows_the_figures(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("refuses", "said"),
+    ("before", "refuses", "asked"),
     [
-        ("nothing", ["--edit-last"]),
-        ("*--edit-last*", ["--edit-last", "--body-file"]),
-        ("*", ["--edit-last", "--body-file"]),
+        ("https://h/r/pull/31#issuecomment-77", "nothing", "api --silent -X PATCH repos/o/r/issues/comments/77 -F"),
+        ("", "nothing", "pr comment 31 --body-file"),
+        ("", "*", "pr comment 31 --body-file"),
     ],
     ids=["again", "first", "fork"],
 )
-def test_the_nightly_example_comments_on_its_pull_request(tmp_path: Path, refuses: str, said: list[str]) -> None:
-    """Its own step, with the number of the event and a `gh` that refuses some calls."""
+def test_the_nightly_example_comments_on_its_pull_request(
+    tmp_path: Path, before: str, refuses: str, asked: str
+) -> None:
+    """Its own step: it edits the comment that has its mark, wherever that stands, or writes one."""
     document = yaml.safe_load((GITHUB / "workflow-examples" / "nightly-trend.yml").read_text())
     comment = step(document, "comment on the pull request")
     assert comment["env"]["NUMBER"] == "${{ github.event.pull_request.number }}"
     program = tmp_path / "bin" / "gh"
     program.parent.mkdir()
     program.write_text(
-        f'#!/bin/bash\ntest -r "${{@: -1}}" && echo "$@" >> ../asked\ncase "$*" in {refuses}) exit 1; esac\n'
+        f'#!/bin/bash\ncase "$*" in {refuses}) exit 1; esac\n'
+        f'if [ "$2" = view ]; then echo "{before}"; else echo "$@" > ../asked; fi\n'
     )
     program.chmod(0o755)
     (tmp_path / "server").mkdir()
     (tmp_path / "comment.md").write_text("trend\n")
-    environment = {"PATH": f"{program.parent}:{os.environ['PATH']}", "NUMBER": "31"}
+    environment = {
+        "PATH": f"{program.parent}:{os.environ['PATH']}", "NUMBER": "31", "MARK": "<!-- mine -->",
+        "GITHUB_REPOSITORY": "o/r",
+    }  # fmt: skip
     done = bash(comment["run"], tmp_path, **environment)
     assert done.returncode == 0, done.stderr
-    calls = (tmp_path / "asked").read_text().splitlines()
-    assert [call.split()[:4] for call in calls] == [["pr", "comment", "31", option] for option in said]
+    assert (tmp_path / "comment.md").read_text() == "trend\n\n<!-- mine -->\n"
     assert ("::warning::no comment on pull request 31" in done.stdout) == (refuses == "*")
+    if refuses == "nothing":
+        assert (tmp_path / "asked").read_text().startswith(asked)
 
 
 def test_the_action_installs_itself_where_no_program_is_named(tmp_path: Path) -> None:

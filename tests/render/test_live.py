@@ -130,6 +130,11 @@ def test_progress_shows_requests_rate_mode_and_time() -> None:
     assert live.describe(replace(SNAPSHOT, time_s=0, mode="")) == "1,204/4,000  – tok/s  at 0 ms"
 
 
+def test_progress_of_answers_without_tokens_counts_requests() -> None:
+    embeddings = replace(SNAPSHOT, completed=8, planned=16, output_tokens=0, time_s=4.0)
+    assert live.describe(embeddings).startswith("8/16  2 req/s  ")
+
+
 def test_progress_without_a_terminal_is_two_lines() -> None:
     console = Console(file=io.StringIO(), width=40)
     with live.reporter(console, "eb[red]", 4000) as reporter:

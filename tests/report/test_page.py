@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -416,3 +417,21 @@ def test_each_load_and_environment_has_its_own_table_and_verdict(browser_page: B
         assert page.query_selector("[data-chart=cdf_e2el] canvas").screenshot() != before
         assert page.evaluate("[...document.querySelectorAll('.chart')].every(e => e.dataset.state === 'drawn')")
         assert [line for line in page.heard if "error" in line] == []
+
+
+def test_the_library_of_a_page_is_made_once_for_all_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundles = iter(["a</script>b"])  # a second one is not asked for
+    vl_convert = SimpleNamespace(__version__="9.9", javascript_bundle=lambda: next(bundles))
+    monkeypatch.setattr(page_module, "need", lambda *_: vl_convert)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    page_module.library.cache_clear()
+    try:
+        for _ in range(2):
+            assert page_module.library() == "a<\\/script>b"
+            page_module.library.cache_clear()
+        bundles = iter(["a</script>b"])
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no folder can be made there
+        assert page_module.library() == "a<\\/script>b"
+    finally:
+        page_module.library.cache_clear()

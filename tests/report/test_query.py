@@ -76,6 +76,15 @@ def test_server_metrics_are_a_view_empty_where_no_server_was_read(runs: Path, tm
     assert found == {"run": str(tmp_path / "runs" / "served")} | row
 
 
+def test_columns_that_older_runs_lack_are_null(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "v1", tmp_path / "runs" / "older")
+    path = tmp_path / "runs" / "older" / "requests.parquet"
+    pq.write_table(pq.read_table(path).drop(["ttft_ms", "tpot_ms"]), path)
+    rows = answer(tmp_path / "runs", "select ttft_ms, tpot_ms, output_tokens from requests limit 1")
+    assert [(row["ttft_ms"], row["tpot_ms"]) for row in rows] == [(None, None)]
+    assert rows[0]["output_tokens"]
+
+
 def test_lists_can_be_unnested_in_sql(runs: Path) -> None:
     (row,) = answer(runs, "select count(*) as gaps from (select unnest(itl_ns) from requests where run like '%/v1')")
     assert row["gaps"] == sum(len(gaps) for gaps in Run.load(runs / "v1").requests["itl_ns"].to_pylist())
@@ -294,7 +303,9 @@ DRAFT_NAMES = [column.name for column in DRAFT_COLUMNS]
 
 @pytest.mark.parametrize("name", sorted(TABLES))
 def test_columns_are_documented_and_no_others(name: str) -> None:
-    only_of_some_runs = {"decisions": DECISIONS_EXTRAS.names, "requests": ["class", *DRAFT_NAMES]}.get(name, [])
+    only_of_some_runs = {"decisions": DECISIONS_EXTRAS.names, "requests": ["class", "tool_ns", *DRAFT_NAMES]}.get(
+        name, []
+    )
     assert named(section("reading-a-run.md", f"### {name}.parquet")) == {*TABLES[name].names, *only_of_some_runs}
 
 

@@ -14,20 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbench.config.topology import TopologySpec, parse_topology
-from ebbench.devices.profiles import (
-    ApiServerCosts,
-    FrontEnd,
-    answering_costs,
-    chosen_api_server,
-    find_api_server,
-    find_profile,
-    list_api_servers,
-)
+from ebbench.devices.profiles import find_profile
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
-from ebbench.simulation.api_server import ApiServers
 from ebbench.simulation.engine import Coasting
+from ebbench.simulation.front_end import FrontEnd, FrontEndCosts, WayCosts, find_api_server, front_end_costs
 from ebbench.simulation.state import RequestState
 from ebbench.spec.server import EngineOptions
 from tests.cluster import cluster_worlds as cluster
@@ -39,11 +31,11 @@ REQUESTS, ANSWER = 4, 12  # of the queue's own tests
 OPTIONS = EngineOptions(max_num_seqs=16, max_num_batched_tokens=512, num_kv_blocks=4000)
 
 
-def costs(token_us: float, request_us: float = 0.0, prompt_token_us: float = 0.0) -> ApiServerCosts:
-    return ApiServerCosts(token_us=token_us, request_us=request_us, prompt_token_us=prompt_token_us, source="test")
+def costs(token_us: float, request_us: float = 0.0, prompt_token_us: float = 0.0) -> FrontEndCosts:
+    return FrontEndCosts(token_us=token_us, request_us=request_us, prompt_token_us=prompt_token_us, source="test")
 
 
-def front_end_of(name: str) -> FrontEnd:
+def front_end_of(name: str) -> WayCosts:
     found = find_api_server(name).front_end
     assert found is not None
     return found
@@ -110,7 +102,7 @@ def test_departures_are_those_of_a_queue_worked_through_tick_by_tick(
 ) -> None:
     """Steps given one by one or together, with any number of processes."""
     state = RequestState(plan([(3, ANSWER)] * REQUESTS, concurrency=REQUESTS))
-    servers = ApiServers(costs(token_ns / 1e3, request_ns / 1e3, prompt_ns / 1e3), count, state)
+    servers = FrontEnd(costs(token_ns / 1e3, request_ns / 1e3, prompt_ns / 1e3), count, state)
     assert state.client_ns is not None
     slow = [TickingServer() for _ in range(count)]
     entered, expected = {}, {}
@@ -208,30 +200,28 @@ def test_a_front_end_delays_a_request_and_none_of_its_tokens() -> None:
 
 
 def test_prompts_are_tokenized_one_by_one_and_otherwise_wait_together() -> None:
-    costs = answering_costs(replace(OPTIONS, front_end_ms=5.0), None)
-    assert costs is not None
-    servers = ApiServers(costs, 1, RequestState(plan([(1000, 2), (2000, 2)], concurrency=2)))
+    costs = front_end_costs(replace(OPTIONS, front_end_ms=5.0))
+    servers = FrontEnd(costs, 1, RequestState(plan([(1000, 2), (2000, 2)], concurrency=2)))
     each = round(1e6 * costs.prompt_token_us)
     assert [servers.enter(row, 0) for row in (0, 1)] == [5_000_000 + each, 5_000_000 + 3 * each]
 
 
 @pytest.mark.parametrize(
     ("device", "given_ms", "latency_ms"),
-    [("h200", None, 13.0), ("h200", 4.0, 4.0), ("h200", 0.0, None), ("rtx-pro-6000", None, None),
+    [("h200", None, 13.0), ("h200", 4.0, 4.0), ("h200", 0.0, 0.0), ("rtx-pro-6000", None, 0.0),
      ("rtx-pro-6000", 4.0, 4.0)],
 )  # fmt: skip
 def test_the_front_end_is_that_of_the_machine_unless_given(
-    device: str, given_ms: float | None, latency_ms: float | None
+    device: str, given_ms: float | None, latency_ms: float
 ) -> None:
-    found = answering_costs(replace(OPTIONS, front_end_ms=given_ms), find_profile(device))
-    assert (None if found is None else found.latency_us / 1e3) == latency_ms
-    assert found is None or not found.streams
+    found = front_end_costs(replace(OPTIONS, front_end_ms=given_ms), find_profile(device))
+    assert found.latency_us / 1e3 == latency_ms
+    assert not found.streams
 
 
 def test_an_api_server_has_the_front_end_of_its_machine() -> None:
     alone = find_api_server(DATACENTER)
-    found = answering_costs(replace(OPTIONS, api_server=DATACENTER), find_profile("h100"))
-    assert found is not None
+    found = front_end_costs(replace(OPTIONS, api_server=DATACENTER), find_profile("h100"))
     assert found.token_us == alone.token_us
     assert found.request_ns(100) > alone.request_ns(100)
     assert found.latency_ns == 13_000_000
@@ -295,14 +285,14 @@ def _clustered(made: Any, spec: TopologySpec, **changes: Any) -> EngineResult:
 
 
 def test_costs_come_with_their_source_and_bad_ones_are_refused(tmp_path: Path) -> None:
-    for name in list_api_servers():
-        assert find_api_server(name).source
-    assert chosen_api_server("off", None) is None
+    assert find_api_server(DATACENTER).source
+    for name in ("off", "auto"):
+        assert front_end_costs(EngineOptions(api_server=name)).token_us == 0
     with pytest.raises(UnknownNameError, match="datacenter"):
         find_api_server("datacentre")
     with pytest.raises(InputFileError, match="token_us"):
         find_api_server(in_a_file(tmp_path, -1.0, 0.0, 0.0))
     with pytest.raises(UsageError, match="--api-server datacenter"):
-        chosen_api_server("off", 2)
+        front_end_costs(EngineOptions(api_server="off", api_server_count=2))
     with pytest.raises(UsageError, match="at least 1"):
-        chosen_api_server(DATACENTER, 0)
+        EngineOptions(api_server_count=0)

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 
 from ebbench.engines import sim
 from ebbench.simulation.engine import EngineLoop, Unit
+from ebbench.simulation.front_end import FrontEnd
 from ebbench.simulation.kv import CachingKv, CountingKv, StreamKv
-from ebbench.simulation.loop import EventLoop
+from ebbench.simulation.loop import EventLoop, Stage
 from ebbench.simulation.scheduler import Scheduler
-from ebbench.simulation.stage import Stage
 from ebbench.simulation.state import RequestState
 from ebbench.simulation.step import SchedulerLimits, StepLog
 from ebbench.spec.server import EngineOptions
@@ -86,7 +86,7 @@ def test_s3_kv_blocks_are_conserved(world: World) -> None:
     )
     scheduler = Scheduler(state, limits, kv)
     engine = EngineLoop([Unit.of(0, scheduler, None)], device().cost, StepLog())
-    EventLoop(world.plan, Stage(state, [engine])).run()
+    EventLoop(world.plan, Stage(state, [engine], [FrontEnd.of(world.options, None, 1, state)])).run()
     assert kv.free == kv.total
     assert sorted(kv.free_queue()) == list(range(blocks))
     assert not state.held_blocks.any()

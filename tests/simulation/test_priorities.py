@@ -58,18 +58,22 @@ def test_no_request_is_preempted_while_one_of_a_higher_value_runs(world: World, 
     assert set(result.requests["status"].to_pylist()) == {"ok"}
     value_of = dict(zip(made.table["request_id"].to_pylist(), values, strict=False))
     for step in result.steps.to_pylist():
+        assert not {*step["preempted_ids"]} & {*step["request_ids"]}
         if step["preempted_ids"] and step["request_ids"]:
             kept = max(value_of[name] for name in step["request_ids"])
             assert kept <= min(value_of[name] for name in step["preempted_ids"])
 
 
 def test_a_request_that_already_has_tokens_in_the_step_is_preempted() -> None:
-    # The first two fill the memory; the later one has the lower value, so that the earlier one gives way to it.
+    # Both need a third block in one step. The first takes the only free one; the second has the lower value.
     made = with_priorities(plan([(16, 40), (16, 40)], gap_ns=1), [9, 0])
-    options = replace(OPTIONS, num_kv_blocks=4, max_num_seqs=2)
-    rows = World(made, "v1", options).run().requests.to_pylist()
+    options = replace(OPTIONS, num_kv_blocks=5)
+    result = World(made, "v1", options).run()
+    rows = result.requests.to_pylist()
     assert [row["preemptions"] > 0 for row in rows] == [True, False]
     assert rows[1]["end_ns"] < rows[0]["end_ns"]
+    step = next(step for step in result.steps.to_pylist() if step["preempted_ids"])
+    assert (step["preempted_ids"], step["request_ids"]) == (["r0000"], ["r0001"])
 
 
 def test_priorities_need_a_server_that_schedules_by_them() -> None:

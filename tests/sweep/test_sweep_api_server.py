@@ -1,4 +1,4 @@
-"""Sweeps simulate vLLM's API server in the cells that would keep it busy, and in those compared with them."""
+"""Sweeps simulate vLLM's API server in the cells that would keep it busy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from ebbench.errors import EbbenchError
 from ebbench.sweep.spec import load_sweep
 from tests.sweep.sweep_data import invoke, spec_file
 
@@ -36,20 +35,19 @@ def swept(folder: Path, text: str) -> tuple[dict[tuple[str, int], str], str]:
     return {(row["policy"], row["max_concurrency"]): row["api_server"] for row in rows}, done.stdout
 
 
-def test_cells_compared_with_a_busy_one_have_the_api_server_too(tmp_path: Path) -> None:
+def test_cells_that_would_keep_it_busy_have_the_api_server(tmp_path: Path) -> None:
+    expected = dict.fromkeys(((policy, open_) for policy in ("eb:theta=0.9", "v1") for open_ in (8, 28)), "off")
+    expected["v1", 28] = "datacenter"
     found, said = swept(tmp_path, GRID)
-    assert found == {
-        ("eb:theta=0.9", 8): "off", ("v1", 8): "off",
-        ("eb:theta=0.9", 28): "datacenter", ("v1", 28): "datacenter",
-    }  # fmt: skip
-    assert "2 of 4 cells are simulated with vLLM's API server" in said
-    assert "6 cells in" in said
+    assert found == expected
+    assert "policy=v1, max_concurrency=28: These requests and answers would keep" in " ".join(said.split())
+    assert "4 cells in" in said
     again, said = swept(tmp_path, GRID)
     assert again == found
     assert "no new cell" in said
     done = invoke("sweep", tmp_path / "spec.toml", "--output-dir", tmp_path / "out", "--json", "--quiet")
     assert {name: json.loads(done.stdout)[name] for name in ("cells", "finished", "behind_api_server")} == {
-        "cells": 4, "finished": 4, "behind_api_server": 2,
+        "cells": 4, "finished": 4, "behind_api_server": 1,
     }  # fmt: skip
 
 
@@ -57,20 +55,13 @@ def test_cells_compared_with_a_busy_one_have_the_api_server_too(tmp_path: Path) 
 def test_an_api_server_in_the_file_is_simulated_as_stated(given: str, tmp_path: Path) -> None:
     found, said = swept(tmp_path, GRID + f'api_server = "{given}"\n')
     assert set(found.values()) == {given}
-    assert "API server" not in said
+    assert "so it is simulated" not in said
 
 
-def test_a_number_of_processes_simulates_them_in_every_cell(tmp_path: Path) -> None:
-    for line, busy in (("api_server_count = 2", False), ('api_server = "auto"', True), ("", True)):
+def test_auto_is_a_value_like_others(tmp_path: Path) -> None:
+    for line, cells in (("api_server_count = 2", {"datacenter"}), ('api_server = "auto"', {"auto"}), ("", {"auto"})):
         sweep = load_sweep(spec_file(tmp_path, f"{GRID}{line}\n"))
-        assert sweep.api_server_if_busy is busy
-        assert {cell.server.api_server for cell in sweep.cells} == {"off" if busy else "datacenter"}
-
-
-def test_auto_for_some_cells_is_refused(tmp_path: Path) -> None:
-    for text in (
-        GRID.replace("[common]", 'api_server = ["auto", "off"]\n[common]'),
-        f'{GRID}[[overrides]]\nwhen = {{ policy = "v1" }}\nset = {{ api_server = "auto" }}\n',
-    ):
-        with pytest.raises(EbbenchError, match="write it in \\[common\\]"):
-            load_sweep(spec_file(tmp_path, text))
+        assert {cell.server.api_server for cell in sweep.cells} == cells
+    varied = load_sweep(spec_file(tmp_path, GRID.replace("[common]", 'api_server = ["auto", "off"]\n[common]')))
+    assert sorted({cell.server.api_server for cell in varied.cells}) == ["auto", "off"]
+    assert "api_server" in varied.axes

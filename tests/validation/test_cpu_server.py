@@ -18,15 +18,18 @@ from ebbench.engines.vllm import StartedServers, VllmEngine, server_environment
 from ebbench.errors import RunError
 from ebbench.process.child import supervised
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 from ebbench.spec.server import EngineOptions
 from ebbench.validation import drive, machine, question
 from ebbench.validation.drive import measure_step_times
-from ebbench.validation.machine import move_api_servers, server_processors, starting_on
+from ebbench.validation.machine import move_beside_the_client, server_processors, starting_on
 from ebbench.validation.question import MeasuringSchedule, PlannedRun, StepTimes, ValidationQuestion, measured_cell
+from ebbench.workloads.options import PlanOptions
 from vllm_eb.policy import PolicySpec
 
 ONE_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
-QUESTION = ValidationQuestion("model", ProbeGrid((16, 64), (1, 4), (16, 64)), (4,))
+SPEC = RunSpec(PlanOptions("balanced"), engine="vllm", model="model", server=EngineOptions(api_server="off"))
+QUESTION = ValidationQuestion(SPEC, ProbeGrid((16, 64), (1, 4), (16, 64)), (4,))
 SHOWN = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
 
 
@@ -46,7 +49,7 @@ def test_vllm_gets_all_processors_but_one(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: usable)
     monkeypatch.setattr(machine, "cpu_build", lambda: cpu)
-    assert server_processors(replace(QUESTION, engine=engine)) == expected
+    assert server_processors(replace(QUESTION, spec=QUESTION.spec.changed(engine=engine))) == expected
 
 
 def test_what_starts_inside_runs_there_and_later_processes_anywhere() -> None:
@@ -130,7 +133,7 @@ def test_the_api_server_moves_to_the_client_and_the_engine_core_stays() -> None:
     engine_core = int(process.stdout.readline())
     api_server = int(Path(f"/proc/{engine_core}/stat").read_text().split()[3])
     try:
-        move_api_servers([process.pid], chosen)
+        move_beside_the_client([process.pid], chosen)
         threads = [int(thread.name) for thread in Path(f"/proc/{api_server}/task").iterdir()]
         assert len(threads) == 2
         assert [os.sched_getaffinity(thread) for thread in threads] == [(usable - chosen) or chosen] * 2

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from ebbench.cli.main import app
 from ebbench.records.manifest import Manifest
 from ebbench.records.run import Run
+from ebbench.spec.client import ClientOptions
 from ebbench.validation import drive
 from ebbench.validation.drive import measure_step_times, validate
 from ebbench.validation.machine import Call, write_manifest
@@ -29,6 +30,7 @@ from ebbench.validation.question import (
     validation_question,
 )
 
+REPORTS = Path(__file__).parents[2] / "reports" / "measured"
 SMALL = [
     "--model", "qwen3-8b", "--engine", "sim", "--device", "rtx-pro-6000", "--tokens", "64,256,1024", "--seqs", "2,16",
     "--contexts", "64,256", "--loads", "4,12", "--input-len", "100", "--output-len", "40", "--rounds", "2",
@@ -102,10 +104,10 @@ def test_a_continued_validation_shows_the_load_of_all_calls(tmp_path: Path) -> N
 
 
 def question() -> ValidationQuestion:
-    from ebbench.calibration.measure import ProbeGrid
-
-    grid = ProbeGrid((64, 256, 1024), (2, 16), (64, 256))
-    return ValidationQuestion("qwen3-8b", grid, (4, 12), ("v1", "eb"), 2, 100, 40, "sim", "rtx-pro-6000")
+    return validation_question({
+        "model": "qwen3-8b", "engine": "sim", "device": "rtx-pro-6000", "tokens": "64,256,1024", "seqs": "2,16",
+        "contexts": "64,256", "loads": (4, 12), "policy": ("v1", "eb"), "rounds": 2, "input_len": 100, "output_len": 40,
+    })  # fmt: skip
 
 
 def test_a_validation_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +161,9 @@ def test_a_round_is_predicted_from_its_own_step_times(tmp_path: Path, monkeypatc
     steps = measure_step_times
 
     def faster_later(asked: ValidationQuestion, folder: Path) -> StepTimes:
-        return steps(asked if folder.name == "round-1" else replace(asked, device="h200"), folder)
+        return steps(
+            asked if folder.name == "round-1" else replace(asked, spec=asked.spec.changed(device="h200")), folder
+        )
 
     monkeypatch.setattr(drive, "measure_step_times", faster_later)
     outcomes = validate(question(), tmp_path, TimeBudget(600.0), lambda _text: None)
@@ -208,10 +212,11 @@ def test_a_server_that_was_faster_than_expected_makes_room(tmp_path: Path, monke
 
 
 def test_settings_of_the_measurement_reach_its_runs() -> None:
-    asked = replace(
-        question(), engine="vllm", device=None, lag_limit_ms=200.0, vllm_options=("--load-format", "dummy"),
-        api_server="datacenter",
+    spec = question().spec.changed(
+        engine="vllm", device=None, client=ClientOptions(lag_limit_ms=200.0), vllm_options=("--load-format", "dummy"),
+        api_server="datacenter", async_scheduling=False,
     )  # fmt: skip
+    asked = replace(question(), spec=spec)
     steps = StepTimes(Path("p.toml"), Path("c.json"), 10_000, 8, 1.0, 10, 1.0, 1.0, None, 0.0, (0.01,), 5.0, 9.0)
     schedule = MeasuringSchedule(2, (30, 50), (8.0, 8.0))
     real, simulated = (make(asked, steps, PlannedRun("eb", 1, 1), schedule) for make in (measured_cell, predicted_cell))
@@ -226,8 +231,7 @@ def test_settings_of_the_measurement_reach_its_runs() -> None:
     assert same == simulated.server
     first = predicted_cell(asked, steps, PlannedRun("eb", 0, 1), schedule)
     assert (first.server.warmup, first.plan.num_prompts) == (WARMUP, 30)
-    rehearsed = replace(asked, engine="sim", device="rtx-pro-6000", vllm_options=(), api_server="off")
-    again = predicted_cell(rehearsed, steps, PlannedRun("eb", 1, 1), schedule)
+    again = predicted_cell(question(), steps, PlannedRun("eb", 1, 1), schedule)
     assert again.server.warmup == WARMUP  # every run of a rehearsal has an engine of its own
     assert (real.server.max_num_seqs, real.server.num_kv_blocks, real.server.async_scheduling) == (8, 593, False)
 
@@ -237,7 +241,7 @@ def test_predictions_of_a_real_vllm_have_an_api_server_unless_it_is_off(monkeypa
 
     def asked(api_server: str | None) -> str:
         given = {} if api_server is None else {"api_server": api_server}
-        return validation_question({"model": "qwen3-8b", "engine": "vllm", **given}).api_server
+        return validation_question({"model": "qwen3-8b", "engine": "vllm", **given}).spec.server.api_server
 
     assert asked(None) == "datacenter"
     assert asked("off") == "off"
@@ -317,6 +321,19 @@ def test_the_same_command_does_not_add_rounds_that_did_not_fit() -> None:
     assert cut.with_rounds(3) == cut
     assert cut.with_rounds(5) == MeasuringSchedule(4, (9,), (8.0,), asked_rounds=5)
     assert MeasuringSchedule(6, (9,), (8.0,)).with_rounds(10).rounds == 10
+
+
+def test_a_question_is_stored_under_the_keys_of_earlier_versions() -> None:
+    earlier = json.loads((REPORTS / "cpu-medium-qwen3" / "manifest.json").read_bytes())["question"]
+    model = str(REPORTS / "configs" / "medium" / "config.json")
+    asked = validation_question({
+        "model": model, "tokens": "32,128,512", "seqs": "1,4,8,16", "contexts": "32,256", "loads": (4, 12),
+        "rounds": 6, "run_time": 15.0, "vllm_options": ("--load-format", "dummy", "--skip-tokenizer-init"),
+    })  # fmt: skip
+    stored = json.loads(json.dumps(asked.stored))
+    assert stored.pop("labels")["name"] is None
+    assert earlier["grid"].items() <= stored["grid"].items()
+    assert stored == {**earlier, "model": model, "grid": stored["grid"]}
 
 
 def test_a_damaged_question_is_one_line(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from typer.testing import CliRunner
 
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.sessions import SessionFigures, sessions_table
+from ebbench.cli.main import app
 from ebbench.client import drive
 from ebbench.engines.sim import SimEngine
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
@@ -59,7 +61,8 @@ def columns_log(folder: Path, *, told: bool) -> Path:
 def messages_log(folder: Path, *, told: bool) -> Path:
     """The same session with its messages: the last one of a prompt is a tool's result or the user's text."""
     roles, times = ("user", "tool", "user", "tool"), (0, 2, 8, 11)
-    rows, messages = [], []
+    rows: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for t, role in zip(times, roles, strict=True):
         messages = [*messages, {"role": role if told else "user", "content": "some words " * 40}]
         rows.append({"session_id": "a", "start_time": t, "duration_s": 1, "messages": messages, "output_tokens": 10})
@@ -203,3 +206,13 @@ def test_simulator_and_client_wait_alike(tmp_path: Path) -> None:
     assert sum(ours["tool_ms"].to_pylist()) > 0
     # Over HTTP the end of a response comes after its last token, and counts as the user's time.
     assert theirs["think_ms"].to_pylist() == pytest.approx(ours["think_ms"].to_pylist(), abs=1000)
+
+
+def test_a_log_is_described_with_the_share_of_tools(tmp_path: Path) -> None:
+    shown = []
+    for told in (True, False):
+        done = CliRunner().invoke(app, ["workloads", "show", f"log:{weka(tmp_path, told=told)}"])
+        assert done.exit_code == 0, done.output
+        shown.append(" ".join(done.output.split()))
+    assert "mean 2.67 s, 67% of tools" in shown[0]
+    assert "mean 2.67 s (tools or users)" in shown[1]

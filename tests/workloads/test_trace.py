@@ -206,7 +206,7 @@ def test_bad_lines_are_named(tmp_path: Path, content: str, line: int | None, mes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"request_rate": 3}, "has a rate of its own: --request-rate 3 --scenario trace scales its recorded times"),
+        ({"request_rate": 3}, "leave --request-rate 3 out to replay it; --request-rate 3 --scenario trace scales"),
         ({"request_rate": 3, "speed": 2, "scenario": "trace"}, "both scale recorded times"),
         ({"request_rate": float("inf")}, "--scenario saturated sends"),
         ({"input_len": 3}, "a trace brings its own lengths"),

@@ -52,12 +52,6 @@ def all_cases() -> list[Case]:
     return [*papers, *gpustack(), *fused_sampler()]
 
 
-def sets_api_server(case: Case) -> bool:
-    """Whether the API server is simulated in a case on which its time per token was set."""
-    set_on = case.group in ("table 2 and figure 5", "authors' repetition") and case.name.endswith("ShareGPT")
-    return set_on and case.device == "h200" and case.api_server != OFF
-
-
 WITHOUT = ", no API server"
 """Ends the source of cells that were made without the API server, whatever the tool's own answer has."""
 SERVED = (
@@ -66,13 +60,12 @@ SERVED = (
 )  # fmt: skip
 
 
-def without_api_server(cases: Iterable[Case]) -> Iterator[Case]:
+def engine_alone(cases: Iterable[Case]) -> Iterator[Case]:
     """The cases of groups measured from outside a server under many requests, again under a source of their own."""
     for case in cases:
         if case.group in SERVED:
-            yield replace(
-                case, published=tuple(replace(figure, source=figure.source + WITHOUT) for figure in case.published)
-            )
+            published = tuple(replace(figure, source=figure.source + WITHOUT) for figure in case.published)
+            yield replace(case, published=published, api_server=OFF)
 
 
 def table3() -> Iterator[Case]:

@@ -16,12 +16,12 @@ from ebbench.analysis.documents import Column, Section, Value, labels
 from ebbench.devices.profiles import find_profile, list_devices
 from ebbench.errors import InputFileError
 from ebbench.papers.fidelity import scoreboard
-from ebbench.papers.fidelity.cases import WITHOUT, all_cases, without_api_server
+from ebbench.papers.fidelity.cases import WITHOUT, all_cases, engine_alone
 from ebbench.papers.fidelity.cases_capacity import capacity_cells
 from ebbench.papers.fidelity.cases_iog import iog_cells
 from ebbench.papers.fidelity.cases_kv import kv_cells
 from ebbench.papers.fidelity.pages import PAGES, Page, is_variant, pictures, source_page
-from ebbench.papers.fidelity.runs import as_answered, calibration_cells, cells_of, replay_cells, runs_of_cases
+from ebbench.papers.fidelity.runs import calibration_cells, cells_of, replay_cells, runs_of_cases
 from ebbench.papers.fidelity.scoreboard import FIGURES, Row
 from ebbench.papers.fidelity.scores import (
     Decisions,
@@ -386,7 +386,7 @@ def collect(
     if "capacity" in groups:
         cells += capacity_cells()
     cases = [case for case in all_cases() if case.group in groups]
-    compared = list(without_api_server(cases))
+    compared = list(engine_alone(cases))
     say = _progress_lines(len(cases) + len(compared), tell)
     store = RunStore(runs)
 
@@ -397,15 +397,10 @@ def collect(
 
     for repeated, count in ((True, repeats), (False, 1)):
         chosen = [case for case in cases if (case.group == REPEATED) is repeated]
+        chosen += [case for case in compared if (case.group == REPEATED) is repeated]
         wanted = runs_of_cases(chosen, seed, count)
         with_progress("published runs", wanted, store, whole=False, workers=workers, quiet=False)
-        answers = as_answered(chosen, figures, seed, count)
-        wanted = runs_of_cases(answers, seed, count)
-        with_progress("behind the API server", wanted, store, whole=False, workers=workers, quiet=False)
-        cells += cells_of(answers, figures, say, seed, count)
-        cells += cells_of(
-            [case for case in compared if (case.group == REPEATED) is repeated], figures, say, seed, count
-        )
+        cells += cells_of(chosen, figures, say, seed, count)
     if "calibration" in groups:
         cells += calibration_cells()
     return cells

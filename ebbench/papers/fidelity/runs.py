@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from math import isnan
 from typing import Any
 
@@ -12,6 +11,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.analysis.columns import RequestColumns
+from ebbench.analysis.environment import API_SERVER
+from ebbench.config.declare import declared_in
 from ebbench.devices.costs import (
     DECODE_CONTEXT_TOKENS,
     DECODE_SEQS,
@@ -25,16 +26,15 @@ from ebbench.devices.profiles import find_model, find_profile, list_models
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import RunError
 from ebbench.papers.fidelity.case import FIT_ROWS, Case, reference_rows
-from ebbench.papers.fidelity.cases import sets_api_server, table3
+from ebbench.papers.fidelity.cases import table3
 from ebbench.papers.fidelity.scores import PublishedFigure
 from ebbench.papers.protocols import protocol_cells
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
-from ebbench.runs.api_server import left_out_of
 from ebbench.runs.execute import Task, make
 from ebbench.runs.pool import make_pool
 from ebbench.spec.run import RunSpec
-from ebbench.spec.server import DEFAULT_CLASS, EngineOptions, HostCosts
+from ebbench.spec.server import EngineOptions, HostCosts
 from vllm_eb.policy import parse_policy
 
 Say = Callable[[str], None]
@@ -50,40 +50,13 @@ def run_cases(
     ``host`` replaces the profiles' constants. ``workers``: number of processes, without effect on the results.
     """
     made: dict[RunSpec, Mapping[str, Any]] = {}
-
-    def make_missing(chosen: Sequence[Case]) -> None:
-        tasks = [Task(run) for run in runs_of_cases(chosen, seed, repeats, host) if run not in made]
-        for task, outcome in make_pool(workers, len(tasks)).outcomes(make, tasks):
-            if outcome.error is not None or outcome.value is None:
-                raise outcome.error or RunError("a run gave no result")
-            made[task.cell] = outcome.value.figures
-
     chosen = list(cases)
-    make_missing(chosen)
-    answers = as_answered(chosen, made.__getitem__, seed, repeats, host)
-    make_missing(answers)
-    return cells_of(answers, made.__getitem__, say, seed, repeats, host)
-
-
-def as_answered(
-    cases: Iterable[Case],
-    figures: Callable[[RunSpec], Mapping[str, Any]],
-    seed: int,
-    repeats: int = 1,
-    host: HostCosts | None = None,
-) -> list[Case]:
-    """The cases as the tool answers them: with vLLM's API server where a run without it would keep it busy.
-
-    Decided for each case alone, since it has settings of its own. The runs of ``cases`` must exist; ``figures`` as in
-    :func:`cells_of`.
-    """
-    answered = []
-    for case in cases:
-        runs = [run for i in range(repeats) for run in case_runs(case, seed + i, host)]
-        busy = any(left_out_of(run, figures(run)) for run in runs)
-        answer = replace(case, api_server=DEFAULT_CLASS) if busy else case
-        answered.append(replace(answer, fitted=answer.fitted or sets_api_server(answer)))
-    return answered
+    tasks = [Task(run) for run in dict.fromkeys(runs_of_cases(chosen, seed, repeats, host))]
+    for task, outcome in make_pool(workers, len(tasks)).outcomes(make, tasks):
+        if outcome.error is not None or outcome.value is None:
+            raise outcome.error or RunError("a run gave no result")
+        made[task.cell] = outcome.value.figures
+    return cells_of(chosen, made.__getitem__, say, seed, repeats, host)
 
 
 def runs_of_cases(cases: Iterable[Case], seed: int, repeats: int = 1, host: HostCosts | None = None) -> list[RunSpec]:
@@ -96,15 +69,8 @@ def case_runs(case: Case, seed: int, host: HostCosts | None = None) -> tuple[Run
     if case.refused:
         return ()
     runs = protocol_cells(case.protocol, case.device, case.model, seed=seed)
-    changes = {
-        "host": host, "quantization": case.quantization,
-        "kv_cache_dtype": case.kv_cache_dtype, "async_scheduling": case.async_scheduling,
-        "scheduler_reserve_full_isl": case.scheduler_reserve_full_isl,
-        "vllm_version": case.vllm_version, "api_server": case.api_server,
-        "front_end_ms": case.front_end_ms,
-        "gpu_memory_utilization": case.gpu_memory_utilization,
-    }  # fmt: skip
-    return tuple(run.changed(**changes) for run in runs)
+    of_server = {name: value for name, value in vars(case).items() if name in declared_in(EngineOptions)}
+    return tuple(run.changed(host=host, **of_server) for run in runs)
 
 
 def cells_of(
@@ -118,12 +84,14 @@ def cells_of(
     """The cells of cases whose runs exist. ``figures`` returns those of a run under a summary's keys."""
     cells: list[PublishedFigure] = []
     for case in cases:
-        seeds = [[_values(figures(run)) for run in case_runs(case, seed + i, host)] for i in range(repeats)]
+        made = [[figures(run) for run in case_runs(case, seed + i, host)] for i in range(repeats)]
+        seeds = [list(map(_values, runs)) for runs in made]
+        fitted = case.fitted or (case.sets_token_time and any(run.get(API_SERVER) for runs in made for run in runs))
         ours = {name: _mean([_mean([run[name] for run in runs]) for runs in seeds]) for name in METRICS}
         cells += [
             PublishedFigure(
                 number.source, case.device, case.model, case.name, case.scheduler, number.metric, number.value,
-                ours[number.metric], case.fitted, number.scored and not isnan(ours[number.metric]),
+                ours[number.metric], fitted, number.scored and not isnan(ours[number.metric]),
                 (case.refused or DIED) if isnan(ours[number.metric]) and not isnan(number.value) else number.note,
             )
             for number in case.published

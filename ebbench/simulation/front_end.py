@@ -1,9 +1,10 @@
-"""vLLM's API server between clients and one engine instance: a FIFO queue per process, and its queue limits.
+"""What stands between the clients and the engine of one instance: vLLM's API server, and the way to it and back.
 
-A request enters the engine when the process has handled its prompt and its latency is over; each output token leaves
-when the process has streamed it, after all earlier jobs. The engine does not wait for this. With one core per process,
-the departure of a job depends only on earlier jobs: ``departure = max(arrival, departure of the previous job) +
-service``. It is computed when the job arrives and needs no event queue, provided that jobs arrive in order of time.
+A request enters the engine when a process of the API server has handled its prompt and its latency is over; each output
+token leaves when that process has streamed it, after all earlier jobs. The engine does not wait for this. With one core
+per process, the departure of a job depends only on earlier jobs: ``departure = max(arrival, departure of the previous
+job) + service``. It is computed when the job arrives and needs no event queue, provided that jobs arrive in order of
+time.
 
 ``token_ns``, the end of a token's step, is the engine's time; ``client_ns``, its departure here, the client's.
 """
@@ -12,12 +13,116 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 
+import msgspec
 import numpy as np
 
-from ebbench.devices.profiles import ApiServerCosts
+from ebbench.config.declare import MOST_SECONDS
+from ebbench.devices.profiles import DATA, DeviceProfile
+from ebbench.errors import UnknownNameError, UsageError
+from ebbench.foreign.documents import load_toml
 from ebbench.simulation.releases import Releases
 from ebbench.simulation.state import UNSET, Failure, Ints, RequestState
+from ebbench.spec.server import AUTO, DEFAULT_CLASS, OFF, EngineOptions
+
+# Costs, by class of machine: a file each.
+
+
+def _check_times(costs: msgspec.Struct) -> None:
+    for key in costs.__struct_fields__:
+        value = getattr(costs, key)
+        if key.endswith("_us") and not 0 <= value <= 1e6 * MOST_SECONDS:
+            raise ValueError(f"{key} must be at least 0 and at most {1e6 * MOST_SECONDS:g} us, not {value:g}")
+
+
+class WayCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a request takes from the client to the engine, in us: ``latency_us`` of no core (network, HTTP, hand-over,
+    and the first token's way back), ``prompt_token_us`` of the tokenizer, which handles one prompt at a time."""
+
+    latency_us: float
+    prompt_token_us: float
+    source: str
+
+    def __post_init__(self) -> None:
+        _check_times(self)
+
+
+class FrontEndCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Time of one core of the API server, in us: per streamed token, per request, and per token of its prompt.
+
+    ``latency_us``: what every request takes besides, of no core. ``streams``: tokens wait for the core; otherwise they
+    leave with their step, and only requests do. ``front_end``: of servers on this class of machine.
+    """
+
+    token_us: float
+    request_us: float
+    prompt_token_us: float
+    source: str
+    latency_us: float = 0.0
+    streams: bool = True
+    front_end: WayCosts | None = None
+
+    def __post_init__(self) -> None:
+        _check_times(self)
+
+    @property
+    def latency_ns(self) -> int:
+        """Whole nanoseconds of a request that keep no core busy."""
+        return round(self.latency_us * 1e3)
+
+    @property
+    def token_ns(self) -> int:
+        """Whole nanoseconds per streamed token."""
+        return round(self.token_us * 1e3)
+
+    def request_ns(self, prompt_tokens: int) -> int:
+        """Whole nanoseconds from the first byte of a request to its hand-over to the engine, without waiting."""
+        return round((self.request_us + self.prompt_token_us * prompt_tokens) * 1e3)
+
+
+_CLASSES = DATA / "api_servers"
+
+
+@cache
+def find_api_server(name: str) -> FrontEndCosts:
+    """The costs of a class by name, or from a path ending in .toml. Raises UnknownNameError or InputFileError."""
+    if name.endswith(".toml"):
+        return load_toml(Path(name), FrontEndCosts)
+    known = sorted(path.stem for path in _CLASSES.glob("*.toml"))
+    if name not in known:
+        raise UnknownNameError("API server", name, (*known, OFF, "FILE.toml"))
+    return load_toml(_CLASSES / f"{name}.toml", FrontEndCosts)
+
+
+def front_end_costs(options: EngineOptions, profile: DeviceProfile | None = None) -> FrontEndCosts:
+    """Costs of what is between the clients and an engine with these options; zero if nothing is simulated there.
+
+    The way is that of the profile's class of machine, with the latency that the options give instead; without the API
+    server it is all there is. Raises UnknownNameError or InputFileError, and UsageError for processes without costs.
+    """
+    name, count = options.api_server, options.api_server_count
+    if name == OFF and count is not None:
+        raise UsageError(f"--api-server-count {count} needs the API server's costs: add --api-server {DEFAULT_CLASS}")
+    server = None if name in (OFF, AUTO) else find_api_server(name)
+    way = _way(options.front_end_ms, "" if profile is None else profile.front_end)
+    if server is None:
+        return FrontEndCosts(
+            token_us=0.0, request_us=0.0, prompt_token_us=way.prompt_token_us, source=way.source,
+            latency_us=way.latency_us, streams=False,
+        )  # fmt: skip
+    tokenizing_us = max(server.prompt_token_us, way.prompt_token_us)
+    return msgspec.structs.replace(server, prompt_token_us=tokenizing_us, latency_us=way.latency_us)
+
+
+def _way(latency_ms: float | None, machine: str) -> WayCosts:
+    if latency_ms == 0 or (latency_ms is None and not machine):
+        return WayCosts(latency_us=0.0, prompt_token_us=0.0, source="none")
+    way = find_api_server(machine or DEFAULT_CLASS).front_end
+    assert way is not None  # every bundled class has one
+    return way if latency_ms is None else msgspec.structs.replace(way, latency_us=latency_ms * 1e3)
+
 
 # Limits on open requests in vLLM's API server (0.32): it refuses further ones with HTTP 503.
 #
@@ -92,12 +197,15 @@ class QueueLimits:
         self._state.end_ns[row] = now_ns
 
 
-class ApiServers:
-    """The API server processes of one engine instance; requests go to them in turn."""
+class FrontEnd:
+    """The way to one engine instance, through the processes of its API server: requests go to them in turn.
 
-    def __init__(self, costs: ApiServerCosts, count: int, state: RequestState) -> None:
-        """``count``: processes. The times at which tokens leave are written to ``state.client_ns``, if they wait for
-        a process: else they leave when their step ends."""
+    ``streams``: tokens wait for a process, and the times at which they leave are written to ``state.client_ns``; else
+    they leave when their step ends.
+    """
+
+    def __init__(self, costs: FrontEndCosts, count: int, state: RequestState) -> None:
+        """``count``: processes."""
         self._state, self._costs, self._token_ns = state, costs, costs.token_ns
         self.streams = costs.streams
         if self.streams and state.client_ns is None:
@@ -107,6 +215,16 @@ class ApiServers:
         self._next = 0
         self._process_of: Ints = np.zeros(state.count, np.int64)
         self._waits_ns: Ints = np.zeros(0, np.int64)  # token_ns times 1, 2, ...
+
+    @classmethod
+    def of(cls, options: EngineOptions, profile: DeviceProfile | None, units: int, state: RequestState) -> FrontEnd:
+        """That of an instance of ``units`` data-parallel units, which have a process each unless a count is given."""
+        return cls(front_end_costs(options, profile), options.api_server_count or units, state)
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """What every request takes besides waiting for processes, for the manifest; empty if that is nothing."""
+        return {"front_end_ms": self._costs.latency_us / 1e3} if self._costs.latency_us else {}
 
     def enter(self, row: int, now_ns: int) -> int:
         """Handle a request that arrives at ``now_ns``; returns when it enters the engine, in ns."""
