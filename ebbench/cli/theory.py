@@ -1,7 +1,4 @@
-"""``ebbench theory``: evaluates the formulas behind the schedulers for given numbers.
-
-Options and JSON keys are the symbols of the papers, spelled out. Times are in seconds, lengths in tokens.
-"""
+"""``ebbench theory``: evaluates the formulas behind the schedulers for given numbers."""
 
 from __future__ import annotations
 

@@ -276,6 +276,12 @@ def report_page(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None,
     groups = [group for case in cases for group in case.groups]
     labels, curves = latency_curves(cases, runs)
     targets = _targets(runs, summaries[0].slo)
+    explanations = []  # how the time of the first run of each policy divides
+    for case in cases:
+        for group in case.groups:
+            seed = f" (seed {group.summaries[0].seed})" if len(group.summaries) > 1 else ""
+            if lines := tuple(sentences.why(group.explanations[0])):
+                explanations.append((f"{_series(case, group)}{seed}", lines))
     doubtful = doubts_by_case(cases)
     return Page(
         title=title or _title(summaries),
@@ -286,7 +292,7 @@ def report_page(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None,
             *comparison_tables(cases, all_percentiles=all_percentiles), *failures_tables(summaries, labels), *extra,
             *part_tables(cases),
         ),
-        explanations=tuple(explanation for case in cases for explanation in _explanations(case)),
+        explanations=tuple(explanations),
         environment=environment_tables(labels, runs),
         labels=labels,
         policies=tuple(dict.fromkeys(group.policy for group in groups)),
@@ -332,16 +338,6 @@ def _title(summaries: Sequence[Summary]) -> str:
 def _series(case: ComparisonCase, group: Group) -> str:
     """Name of a policy's runs, with load and environment if there are several cases."""
     return f"{group.policy} ({case.title})" if case.title else group.policy
-
-
-def _explanations(case: ComparisonCase) -> list[tuple[str, tuple[str, ...]]]:
-    """How the time of the first run of each policy divides."""
-    explanations = []
-    for group in case.groups:
-        seed = f" (seed {group.summaries[0].seed})" if len(group.summaries) > 1 else ""
-        if lines := tuple(sentences.why(group.explanations[0])):
-            explanations.append((f"{_series(case, group)}{seed}", lines))
-    return explanations
 
 
 def _cdfs(labels: Sequence[str], curves: Sequence[tuple[int, str]], runs: Sequence[Run]) -> dict[str, list[Row]]:

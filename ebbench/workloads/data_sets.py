@@ -8,6 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from pathlib import Path
@@ -412,7 +413,9 @@ def read_hub(workload: WorkloadSpec, selection: Selection) -> Requests:
     if reason is not None:
         raise UnreadableError(reason)
     taken = _stream_hub(workload, selection)
-    _keep(cache, taken, selection)
+    complete = taken.requests.sessions < selection.sessions
+    with suppress(OSError):  # a cache that cannot be written only costs time later
+        cache.keep(taken.records, None if complete else selection.sessions)
     return _described(taken.requests, "hub", f"{workload.hub.dataset}, first records of the hub's files", selection)
 
 
@@ -431,15 +434,6 @@ def _stream_hub(workload: WorkloadSpec, selection: Selection) -> _Taken:
     if not len(taken.requests):
         raise UnreadableError(f"{workload.hub.dataset} holds no record that passes the selection rules")
     return taken
-
-
-def _keep(cache: Cache, taken: _Taken, selection: Selection) -> None:
-    """Cache the selected records. A cache that cannot be written only costs time later."""
-    complete = taken.requests.sessions < selection.sessions
-    try:
-        cache.keep(taken.records, None if complete else selection.sessions)
-    except OSError:
-        return
 
 
 @dataclass

@@ -168,23 +168,6 @@ class Collected:
         return _padded(self.durations, len(self), _UNKNOWN) if self.durations else None
 
     @property
-    def pause_s(self) -> Floats | None:
-        """Pauses in s that the log states, NaN where it states none; None if it states none at all."""
-        return _padded(self.pauses, len(self), _UNKNOWN) if self.pauses else None
-
-    @property
-    def session_codes(self) -> Int64s:
-        """``session`` with an entry for every row."""
-        codes: Int64s = _padded(self.session, len(self), _NO_SESSION)
-        return codes
-
-    @property
-    def turns(self) -> Floats:
-        """``turn`` with an entry for every row, NaN where unknown."""
-        numbers: Floats = _padded(self.turn, len(self), _UNKNOWN)
-        return numbers
-
-    @property
     def ids_per_row(self) -> Int64s:
         """``hash_counts`` with an entry for every row."""
         counts: Int64s = _padded(self.hash_counts, len(self), _NO_IDS)
@@ -287,8 +270,8 @@ def arranged(rows: Collected, start_s: Floats | None, end_s: Floats | None) -> R
     pause_s, after = None, None
     if rows.sessions and end_s is not None:
         pause_s, after = _waits(session, times[order], end_s[order])
-    if (stated_s := rows.pause_s) is not None:
-        pause_s = stated_s[order]
+    if rows.pauses:  # that the log states
+        pause_s = _padded(rows.pauses, count, _UNKNOWN)[order]
     first = turn == 0
     starts_s = times[order]
     own_times = start_s is not None and rows.sessions and end_s is not None
@@ -340,11 +323,12 @@ def _order(rows: Collected, times: Floats) -> tuple[Int64s, Int64s, Int32s]:
     count = len(rows)
     if not rows.sessions:
         return np.argsort(times, kind="stable"), np.arange(count), np.zeros(count, np.int32)
-    codes = rows.session_codes
+    codes = _padded(rows.session, count, _NO_SESSION)
     alone = codes < 0
     codes = np.where(alone, codes.max() + 1 + np.cumsum(alone), codes)
     place = np.arange(count)
-    by_session = np.lexsort((place, np.nan_to_num(rows.turns), times, codes))
+    turns = np.nan_to_num(_padded(rows.turn, count, _UNKNOWN))
+    by_session = np.lexsort((place, turns, times, codes))
     starts = np.flatnonzero(np.diff(codes[by_session], prepend=-1))
     sizes = np.diff(np.append(starts, count))
     arrival = np.minimum.reduceat(times[by_session], starts)
