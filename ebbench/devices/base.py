@@ -261,12 +261,14 @@ class StepShape(NamedTuple):
 class Drafter:
     """What drafts the tokens of speculative decoding, in parts of the target model: ``passes`` per step, each of
     ``layer_share`` of its layers (``layers`` of them with attention) and of ``head_share`` of its language head. The
-    first pass computes all tokens of the step, each further one a token per sequence."""
+    first pass computes all tokens of the step, each further one a token per sequence. ``kind``: the place, among the
+    target's kinds of layers, of the one that it has."""
 
     passes: int
     layers: int
     layer_share: float
     head_share: float
+    kind: int = 0
 
 
 class CostModel(Protocol):

@@ -169,7 +169,7 @@ def requested_capacity(profile: DeviceProfile, model: ModelGeometry, request: De
     limits = batch_limits(profile, request.vllm)
     return kv_capacity_tokens(
         profile,
-        model if request.speculative is None else model.with_drafter(request.speculative.rules.layers),
+        _with_drafter(model, request),
         start_up(request.vllm),
         parallel=request.parallel,
         gpu_memory_utilization=request.gpu_memory_utilization,
@@ -179,6 +179,11 @@ def requested_capacity(profile: DeviceProfile, model: ModelGeometry, request: De
         layout=requested_layout(profile, model, request),
         reported=request.kv_tokens,
     )
+
+
+def _with_drafter(model: ModelGeometry, request: DeviceRequest) -> ModelGeometry:
+    drafts = request.speculative
+    return model if drafts is None else model.with_drafter(drafts.rules.layers, drafts.tokens)
 
 
 def kv_cache_bytes(device: Device) -> int:
@@ -193,13 +198,13 @@ def kv_cache_bytes(device: Device) -> int:
 def requested_layout(profile: DeviceProfile, model: ModelGeometry, request: DeviceRequest) -> KvLayout | None:
     """How the model's KV cache lies on each GPU with the settings of ``request``; None if every layer keeps all."""
     return layout_with(
-        model,
+        _with_drafter(model, request),
         request.parallel,
         request.max_num_batched_tokens or batch_limits(profile, request.vllm).max_num_batched_tokens,
         request.vllm,
         async_scheduling=request.async_scheduling,
         prefix_caching=request.prefix_caching,
-        drafts=request.speculative is not None,
+        drafts=0 if request.speculative is None else request.speculative.tokens,
     )
 
 
@@ -211,11 +216,12 @@ def layout_with(
     *,
     async_scheduling: bool = True,
     prefix_caching: bool = True,
-    drafts: bool = False,
+    drafts: int = 0,
 ) -> KvLayout | None:
     """How the KV cache lies on each GPU of a unit under a version of vLLM; None if every layer keeps all tokens.
 
-    Without ``prefix_caching`` a sequence has one state; with ``drafts`` finished chunks are kept.
+    Without ``prefix_caching`` a sequence has one state; each of ``drafts`` drafted tokens has one more, and with them
+    finished chunks are kept.
     """
     release = parse_release(vllm_version) or (0, 0)
     steps_in_flight = 2 if async_scheduling and release >= SETTLED_SINCE else 1
@@ -224,4 +230,5 @@ def layout_with(
         max_num_batched_tokens * steps_in_flight,
         chunks=release >= CHUNKS_SINCE and not drafts,
         state_blocks=STATE_BLOCKS if prefix_caching else 1,
+        drafts=drafts,
     )

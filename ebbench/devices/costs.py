@@ -38,7 +38,8 @@ from vllm_eb.calibration import Calibration, CalibrationError, CostGrid, MixedCo
 class RooflineAttention:
     """Attention of all layers of one kind. ``kv_bytes``: read per token before a query; ``pair_flops`` and
     ``decode_flops``: operations per pair of a query and a key, in prompts and in decodes; ``window``: most tokens that
-    a query reads, 0: all; ``state_bytes``: of a sequence, read and written in every step."""
+    a query reads, 0: all; ``state_bytes``: of a sequence, read and written in every step, and written once
+    more per drafted token."""
 
     kv_bytes: float
     pair_flops: float
@@ -107,7 +108,7 @@ class RooflineCost:
                 pairs = min(pairs, chunk * (context + 0.5 * (min(chunk, kind.window) + 1)))
             time += max(pairs * kind.pair_flops / self.flops_per_s, context * kind.kv_bytes / self.bytes_per_s)
         sequences = shape.decode_seqs + len(shape.prefill)
-        return time + sequences * 2.0 * kind.state_bytes / self.bytes_per_s
+        return time + (sequences * 2.0 + shape.draft_tokens) * kind.state_bytes / self.bytes_per_s
 
 
 def roofline_cost(
@@ -434,18 +435,20 @@ class TableCost:
         total = dense + self.head_s[sampled + drafts if sampled + drafts < MAX_SAMPLED else MAX_SAMPLED]
         if drafts and not prefill:
             for layers, tables in self.attention:
-                total += layers * tables.verify_s(seqs, kv_tokens)
+                total += layers * (tables.verify_s(seqs, kv_tokens) + tables.draft_state_s * drafts)
         else:
             for layers, tables in self.attention:
                 time_s = tables.single_token_step_s if single else tables.step_s
                 total += layers * time_s(prefill, seqs, kv_tokens)
+                if drafts:
+                    total += layers * tables.draft_state_s * drafts
         return total if self.drafter is None else total + self._drafting_s(self.drafter, shape, dense)
 
     def _drafting_s(self, drafter: Drafter, shape: StepShape, dense_s: float) -> float:
         """Time (s) of drafting the tokens of the next step, one after the other."""
         prefill, seqs, kv_tokens, _, drafts, wanted = shape
         rows = min(seqs + len(prefill), MAX_SAMPLED)
-        _, tables = self.attention[0]
+        _, tables = self.attention[drafter.kind]
         head = drafter.head_share * self.head_s[rows]
         first = tables.step_s(prefill, seqs, kv_tokens) if prefill or not drafts else tables.verify_s(seqs, kv_tokens)
         further = tables.decode.at2(seqs, kv_tokens / seqs) if seqs else 0.0
@@ -557,7 +560,9 @@ def _mixing(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, host:
             raw = estimated_surfaces(profile, mixer, part.kv_dtype_bytes)
             warnings += [not_measured(mixer, part.layers, profile.name), *library.hint(profile)]
         window = 0 if rows is not None and rows.module else mixer.window
-        layers.append((mixer.layers, raw.tables(host.mixed_excess, window)))
+        tables = raw.tables(host.mixed_excess, window)
+        state_s = mixer.state_bytes / (profile.bandwidth_bytes_per_s * BANDWIDTH_SHARE)
+        layers.append((mixer.layers, replace(tables, draft_state_s=state_s) if state_s else tables))
     return _Mixing(tuple(layers), frozenset(whole), tuple(dict.fromkeys(warnings)), tuple(notes))
 
 

@@ -327,6 +327,8 @@ def _step_window(v: ConfigValues, layers: int) -> Any:
     """Step 3.5: ``attention_other_setting`` has the heads of layers with a window."""
     sizes = v.objects("attention_other_setting")
     own = {key: sizes[key] for key in ("num_attention_heads", "num_attention_groups", "head_dim") if key in sizes}
+    if v.has("num_sliding_attention_heads"):
+        own["num_attention_heads"] = v.number("num_sliding_attention_heads")
     gate = "head" if v.flag("use_head_wise_attn_gate") else ""
     return softmax("window", gate=gate)(v.overlaid(own), layers)
 
@@ -345,16 +347,20 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "smollm3": COHERE,
     "phi3": replace(DENSE, understood=("full_attn_mod",)),
-    "phi4mm": replace(
+    **dict.fromkeys(("phi4mm", "phi4_multimodal"), replace(
         DENSE, tied=True, understood=("full_attn_mod", "embd_layer"),
         note="its encoders and their adapters are left out, weights and time",
-    ),
+    )),
     "minicpm": replace(
         DENSE, understood=("dim_model_base", "scale_depth", "sparse_config"),  # vLLM attends to all tokens
     ),
     "falcon": Family(layers={FULL: (_falcon,)}, mlp_matrices=2, tied=True, width=_four_times,
                      understood=("num_kv_heads", "new_decoder_architecture")),
-    **dict.fromkeys(("glm4", "glm4v_text", "glm4v"), replace(DENSE, norms=4)),
+    **dict.fromkeys(("glm4", "glm4v_text", "glm4v", "glm_ocr_text"), replace(DENSE, norms=4)),
+    "muse_glimmer_text": replace(
+        DENSE, norms=4, pattern=every(4),
+        layers={FULL: (softmax(gate="element"),), WINDOW: (softmax("window", gate="element"),)},
+    ),
     "olmo2": replace(DENSE, qk_norm=True),
     "olmo3": replace(DENSE, qk_norm=True, pattern=every(4)),
     "ministral": replace(DENSE, defaults={"head_dim": 128}),
@@ -364,7 +370,8 @@ FAMILIES: Mapping[str, Family] = {
     "chatglm": Family(understood=("multi_query_attention", "interleaved_qkv")),
     **dict.fromkeys(("qwen2", "mimo", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_text"), QWEN2),
     **dict.fromkeys(("qwen3", "qwen3_vl_text"), QWEN3),
-    **dict.fromkeys(("arcee", "nemotron", "apertus", "persimmon", "jais2", "phi", "gpt_neox"), NO_GATE),
+    **dict.fromkeys(("arcee", "nemotron", "apertus", "persimmon", "jais2", "phi", "gpt_neox",
+                     "cosmos3_edge_text"), NO_GATE),
     "starcoder2": replace(NO_GATE, tied=True),
     "nanochat": NO_GATE,
     "gpt2": GPT2,
@@ -388,9 +395,9 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified_text"), GEMMA4),
     **dict.fromkeys(("exaone4", "exaone4_5_text"), EXAONE4),
     "exaone_moe": replace(EXAONE4, experts=True, defaults={"first_k_dense_replace": 1}),
-    "ernie4_5": ERNIE,
+    **dict.fromkeys(("ernie4_5", "paddleocr_vl_text"), ERNIE),
     **dict.fromkeys(("ernie4_5_moe",), replace(MIXTURE, tied=True)),
-    "hunyuan_v1_dense": HUNYUAN,
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_vl_text"), HUNYUAN),
     "hunyuan_v1_moe": replace(HUNYUAN, experts=True, defaults={"num_shared_expert": 1},
                               understood=(*_HUNYUAN_KEYS, "use_mixed_mlp_moe")),
     "hy_v3": replace(MIXTURE, qk_norm=True, understood=("enable_moe_fp32_combine",),
@@ -414,7 +421,8 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("qwen3_5_text", "qwen3_5"), replace(QWEN3_NEXT, experts=False)),
     "olmo_hybrid": Family(layers={FULL: (softmax(),), LINEAR: (delta,)}, pattern=every(4, otherwise=LINEAR),
                           qk_norm=True),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "axk1", "glm4_moe_lite", "mistral4_text"), DEEPSEEK),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "axk1", "glm4_moe_lite", "mistral4", "mistral4_text"),
+                    DEEPSEEK),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), DSA),
     "hy_v4": replace(
         DSA, layers={FULL: (gated_latent, index)}, defaults={"first_k_dense_replace": 1, "index_topk_freq": 4},

@@ -47,7 +47,8 @@ class Mixer:
 
     ``cached``: elements of the KV cache per token and layer, in the cache's type; ``cached_fp8_bytes``: bytes instead
     of these where an FP8 cache has a format of its own; ``cached_bytes``: further bytes, in no type that a server
-    chooses; ``state_bytes``: bytes per sequence. ``reads``: elements that a query reads per token before
+    chooses; ``state_bytes``: bytes per sequence; ``draft_bytes``: further bytes of a state per drafted token (inputs of
+    its convolution), 0 where drafts are not verified with it. ``reads``: elements that a query reads per token before
     it (of a layer that uses another layer's cache, too). ``others``: parameters outside ``products``, in 16 bits.
     ``sizes``: of a gated delta rule, numbers and widths of its heads by the names of the kernels' arguments.
     """
@@ -64,6 +65,7 @@ class Mixer:
     cached_bytes: int = 0
     cached_fp8_bytes: int = 0
     state_bytes: int = 0
+    draft_bytes: int = 0
     reads: int = 0
     products: tuple[Product, ...] = ()
     others: int = 0
@@ -98,9 +100,11 @@ class Mixer:
         if self.kind == "index":
             return replace(self, products=products)
         sizes = tuple((name, max(size // tp, 1) if name.startswith("n") else size) for name, size in self.sizes)
+        state_bytes, draft_bytes = -(-self.state_bytes // tp), -(-self.draft_bytes // tp)
         part = replace(
-            self, products=products, heads=-(-self.heads // tp), state_bytes=-(-self.state_bytes // tp), sizes=sizes
-        )
+            self, products=products, heads=-(-self.heads // tp), state_bytes=state_bytes, draft_bytes=draft_bytes,
+            sizes=sizes,
+        )  # fmt: skip
         if not self.kv_heads:
             return part
         kept = max(self.kv_heads // tp, 1)
@@ -277,14 +281,24 @@ class ModelGeometry:
         """Layers with an MLP or with experts."""
         return self.layers - self.bare_layers
 
-    def with_drafter(self, layers: int) -> ModelGeometry:
-        """The model with ``layers`` more, each like its last one, as a drafter has them."""
-        own = self.own_mixers
-        return replace(
-            self,
-            layers=self.layers + layers,
-            own_mixers=(replace(own[0], layers=own[0].layers + layers), *own[1:]) if own else (),
+    @property
+    def main(self) -> Mixer:
+        """The kind of layers that a drafter has: those that attend to all tokens, or the first that attend."""
+        full = (mixer for mixer in self.mixers if mixer.kind == "full")
+        return next(full, next(mixer for mixer in self.mixers if mixer.kind != "state"))
+
+    def with_drafter(self, layers: int, tokens: int = 0) -> ModelGeometry:
+        """The model as a server that drafts ``tokens`` tokens holds it: ``layers`` more, as a drafter has them, and
+        longer states."""
+        own = tuple(
+            replace(
+                mixer,
+                layers=mixer.layers + (layers if mixer == self.main else 0),
+                state_bytes=mixer.state_bytes + tokens * mixer.draft_bytes,
+            )
+            for mixer in self.own_mixers
         )
+        return replace(self, layers=self.layers + layers, own_mixers=own)
 
     def sliced(self, tp: int) -> ModelGeometry:
         """The part on one of ``tp`` GPUs: its heads, its slice of the dense MLP and of the vocabulary.
@@ -402,7 +416,8 @@ BLOCK_TOKENS = 16
 
 
 STATE_BLOCKS = 2
-"""Per group and sequence with prefix caching (``mamba_cache_mode`` align): the running state and the one before."""
+"""Per group and sequence with prefix caching (``mamba_cache_mode`` align): the running state and the one before.
+Drafted tokens add one each, from which the state goes on after the last accepted one."""
 
 
 SETTLED_SINCE = (0, 26)
@@ -423,17 +438,25 @@ UNSTATED_POSITIONS = 32_768
 @dataclass(frozen=True)
 class KvGroup:
     """``tables`` block tables alike. ``block_tokens``: tokens per block; ``window``: tokens kept, 0 is all;
-    ``per_sequence``: blocks of a sequence of any length, 0 is by tokens; ``chunk``: tokens per chunk, of which only the
-    last is kept, 0 is all."""
+    ``per_sequence``: blocks of a sequence of any length at most, 0 is by tokens, ``drafts`` of them for drafted tokens;
+    ``chunk``: tokens per chunk, of which only the last is kept, 0 is all."""
 
     tables: int
     block_tokens: int
     window: int = 0
     per_sequence: int = 0
     chunk: int = 0
+    drafts: int = 0
 
-    def held(self, tokens: Ints, processed: Ints) -> Ints:
-        """Blocks of sequences with room for ``tokens``, of which ``processed`` are computed for good."""
+    @property
+    def by_block(self) -> bool:
+        """Whether it keeps states where they stood at the end of blocks, as prefix caching needs them."""
+        return self.per_sequence > self.drafts + 1
+
+    def held(self, tokens: Ints, processed: Ints, before: Ints, ends: Ints) -> Ints:
+        """See :meth:`KvLayout.held`."""
+        if self.by_block:
+            return self._states(processed, before, ends)
         if self.per_sequence:
             return np.full(len(tokens), self.tables * self.per_sequence, np.int64)
         blocks = -(-tokens // self.block_tokens)
@@ -442,6 +465,17 @@ class KvGroup:
         if self.chunk:
             blocks = blocks - processed // self.chunk * self.chunk // self.block_tokens
         return np.asarray(self.tables * blocks, np.int64)
+
+    def _states(self, processed: Ints, before: Ints, ends: Ints) -> Ints:
+        """The state after the tokens computed for good, those of the last step and of this one: each in the block in
+        which its tokens end, and in one block together where they end in the same."""
+        good, last, this = (-(-counts // self.block_tokens) for counts in (processed, before, ends))
+        blocks = self.drafts + 1 + ((last > 0) & (last < this)) + ((good > 0) & (good < np.where(last, last, this)))
+        return np.asarray(self.tables * blocks, np.int64)
+
+    def first(self, tokens: int, in_flight: int) -> int:
+        """Blocks that vLLM wants free to admit a sequence of ``tokens``: a later state's block is not among them."""
+        return self.tables * (1 + self.drafts) if self.by_block else self.most(tokens, in_flight)
 
     def most(self, tokens: int, in_flight: int) -> int:
         """Blocks that a sequence of ``tokens`` needs at most, with ``in_flight`` tokens scheduled at once."""
@@ -470,13 +504,27 @@ class KvLayout:
         """Tokens per block as vLLM's scheduler has it: of which the blocks of every group are a part."""
         return math.lcm(*(group.block_tokens for group in self.groups))
 
-    def held(self, tokens: Ints, processed: Ints) -> Ints:
-        """Blocks of the pool that sequences hold; see :meth:`KvGroup.held`."""
-        blocks: Ints = np.add.reduce([group.held(tokens, processed) for group in self.groups])
+    @property
+    def state_block_tokens(self) -> int:
+        """Tokens per block at whose ends states are kept, and chunks of prompts end; 0 without such states."""
+        return next((group.block_tokens for group in self.groups if group.by_block), 0)
+
+    def held(self, tokens: Ints, processed: Ints, before: Ints | None = None, ends: Ints | None = None) -> Ints:
+        """Blocks of the pool of sequences with room for ``tokens``, of which ``processed`` are computed for good.
+
+        ``before``: the tokens up to which their last step computes, 0 without one, and ``ends``: their next. None: as
+        many as are computed, and as there is room for.
+        """
+        before, ends = processed if before is None else before, tokens if ends is None else ends
+        blocks: Ints = np.add.reduce([group.held(tokens, processed, before, ends) for group in self.groups])
         return blocks
 
+    def first(self, tokens: int) -> int:
+        """Blocks of the pool that vLLM wants free to admit a sequence of ``tokens``."""
+        return sum(group.first(tokens, self.in_flight) for group in self.groups)
+
     def most(self, tokens: int) -> int:
-        """Blocks of the pool that a sequence of ``tokens`` needs at most, which vLLM wants free to admit it."""
+        """Blocks of the pool that a sequence of ``tokens`` needs at most."""
         return sum(group.most(tokens, self.in_flight) for group in self.groups)
 
     def tokens_of(self, blocks: int) -> int:
@@ -493,7 +541,11 @@ class KvLayout:
         return int(blocks / self.held(length, length)[0] * length[0])
 
     def longest_within(self, blocks: int, tokens: int) -> int:
-        """The longest sequence of at most ``tokens`` tokens that ``blocks`` blocks hold."""
+        """The longest sequence of at most ``tokens`` tokens that ``blocks`` blocks hold.
+
+        With two steps in flight it has one state more for a moment than vLLM reckons with.
+        """
+        blocks -= sum(group.tables for group in self.groups if group.by_block)
         low, high = 0, tokens
         while low < high:
             middle = (low + high + 1) // 2
@@ -502,12 +554,12 @@ class KvLayout:
 
 
 def kv_layout(
-    model: ModelGeometry, in_flight: int, *, chunks: bool = True, state_blocks: int = STATE_BLOCKS
+    model: ModelGeometry, in_flight: int, *, chunks: bool = True, state_blocks: int = STATE_BLOCKS, drafts: int = 0
 ) -> KvLayout | None:
     """The groups of a model as it lies on one GPU; None for one group that keeps all tokens.
 
     ``chunks``: whether layers that attend within chunks keep only the last one; ``state_blocks``: of a state's group
-    and sequence.
+    and sequence, to which each of ``drafts`` drafted tokens adds one.
     """
     element = model.kv_dtype_bytes
     kept = [mixer for mixer in model.mixers if mixer.cached or mixer.cached_bytes]
@@ -528,7 +580,8 @@ def kv_layout(
         )
         for mixer, own in buckets
     ]  # fmt: skip
-    groups += [KvGroup(-(-mixer.layers // size), tokens, per_sequence=state_blocks) for mixer in states]
+    per_sequence = state_blocks + drafts
+    groups += [KvGroup(-(-mixer.layers // size), tokens, per_sequence=per_sequence, drafts=drafts) for mixer in states]
     return KvLayout(tuple(groups), int(size * page), model.positions or UNSTATED_POSITIONS, in_flight)
 
 

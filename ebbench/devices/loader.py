@@ -78,10 +78,14 @@ def caveats(
     return tuple(_caveats(request, profile, model, cost, host))
 
 
-_TABLES_SINCE = (0, 19)
+TABLES_SINCE = (0, 19)
 """The oldest vLLM under which kernels of the tables were measured; the newest is 0.24."""
-_PARSES_TEMPLATES = ("0.11", "0.11.0", "0.11.1")
-"""Versions whose API server parses the chat template anew for every request (reports/fidelity/notes/gpustack.md)."""
+
+
+def older_than(request: DeviceRequest, release: tuple[int, int]) -> bool:
+    """Whether the request names a version of vLLM before this one."""
+    version = parse_release(request.vllm_version or "")
+    return version is not None and version < release
 
 
 def _caveats(
@@ -91,13 +95,11 @@ def _caveats(
         yield warning("model-note", model=model.name, note=model.note)
     if has_other_shape(model):
         yield warning("other-shape", given=request.model, model=model.name, params=model.params)
-    version = parse_release(request.vllm_version or "")
     if not isinstance(cost, TableCost):
         if request.eager:
             yield warning("eager-unknown")
-    elif version is not None and version < _TABLES_SINCE:  # what of an older vLLM --vllm-version does not set
-        of = {"mxfp4": "mxfp4" in model.dtype_of_experts, "parses_templates": request.vllm_version in _PARSES_TEMPLATES}
-        yield warning("older-vllm", vllm_version=request.vllm_version, **of)
+    elif older_than(request, TABLES_SINCE):  # what of an older vLLM --vllm-version does not set
+        yield warning("older-vllm", vllm_version=request.vllm_version)
     if request.name.endswith(".toml"):
         yield from _unused_numbers(request, profile, model, cost)
     if isinstance(cost, TableCost | RooflineCost) and not host.fitted:
@@ -300,11 +302,16 @@ def check_drafts(drafts: Speculative, model: ModelGeometry) -> None:
             "config.json); use method=eagle3 or method=ngram"
         )
     kept_whole = {"chunk"} if drafts.method != "ngram" else set()
-    if model.state_bytes or any(mixer.kind not in kept_whole for mixer in model.windows):
-        raise UsageError(
-            f"{OPTION}: layers of {model.name} keep a window of tokens or a state, whose KV blocks are not simulated "
-            "with drafts; leave it out, or choose a model whose layers keep every token"
-        )
+    if any(mixer.kind not in kept_whole for mixer in model.windows):
+        kept = "a window of tokens"
+    elif any(mixer.state_bytes and not mixer.draft_bytes for mixer in model.mixers):
+        kept = "a state without a convolution"
+    else:
+        return
+    raise UsageError(
+        f"{OPTION}: layers of {model.name} keep {kept}, whose KV blocks are not simulated with drafts; leave it out, "
+        "or choose a model whose layers keep every token or a state as Qwen3-Next's"
+    )
 
 
 def _drafting(built: Built, drafts: Speculative, model: ModelGeometry) -> Built:
@@ -312,9 +319,11 @@ def _drafting(built: Built, drafts: Speculative, model: ModelGeometry) -> Built:
     rules, cost = drafts.rules, built.cost
     if rules.layers and isinstance(cost, TableCost | RooflineCost):
         layers = rules.layers
-        cost = replace(cost, drafter=Drafter(drafts.tokens, layers, layers / model.layers, rules.head_share))
+        kind = [mixer for mixer in model.mixers if mixer.kind != "index"].index(model.main)
+        cost = replace(cost, drafter=Drafter(drafts.tokens, layers, layers / model.layers, rules.head_share, kind))
     layers = rules.layers if cost is not built.cost else 0
-    note = warning("drafts-modelled", tokens=drafts.tokens, model=model.name, layers=layers)
+    states = {"states": True} if model.state_bytes else {}
+    note = warning("drafts-modelled", tokens=drafts.tokens, model=model.name, layers=layers, **states)
     return Built(cost, built.provenance, (*built.warnings, note))
 
 

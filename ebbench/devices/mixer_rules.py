@@ -95,7 +95,7 @@ class ConfigValues:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < (1 if default != 0 else 0):
-                raise InputFileError(self.path, f"{key} must be a positive whole number, not {_short(value)}")
+                raise InputFileError(self.path, f"{key} must be a positive whole number, not {shortened(value)}")
             return value
         if default is None:
             raise InputFileError(self.path, f"{keys[0]} is missing; a decoder's config.json has it")
@@ -110,7 +110,7 @@ class ConfigValues:
         """A list, or None. Raises InputFileError for anything else."""
         value = self.get(key)
         if value is not None and not isinstance(value, list):
-            raise InputFileError(self.path, f"{key} must be a list, not {_short(value)}")
+            raise InputFileError(self.path, f"{key} must be a list, not {shortened(value)}")
         return value
 
     def per_layer(self, key: str, layers: int) -> list[Any] | None:
@@ -128,12 +128,12 @@ class ConfigValues:
         if value is None:
             return {}
         if not isinstance(value, dict):
-            raise InputFileError(self.path, f"{key} must be an object, not {_short(value)}")
+            raise InputFileError(self.path, f"{key} must be an object, not {shortened(value)}")
         return value
 
     def _check_plain(self, key: str, value: Any) -> None:
         if isinstance(value, list | dict):
-            raise InputFileError(self.path, f"{key} has {_short(value)}, where a number or a name belongs")
+            raise InputFileError(self.path, f"{key} has {shortened(value)}, where a number or a name belongs")
 
     def by_layer(self, key: str) -> dict[int, dict[str, Any]]:
         """An object of objects by the number of a layer. Raises InputFileError for anything else."""
@@ -165,7 +165,8 @@ def _is_empty(value: Any) -> bool:
     return any(value is empty or value == empty for empty in _EMPTY)
 
 
-def _short(value: Any) -> str:
+def shortened(value: Any) -> str:
+    """A value of a config.json for a message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:50]}..."
 
@@ -323,6 +324,7 @@ def mamba2(v: ConfigValues, layers: int) -> Mixer:
         layers,
         heads=heads,
         state_bytes=(kernel - 1) * convolved * 2 + inner * state * bytes_of_state,
+        draft_bytes=convolved * 2,
         products=(Product(inner + convolved + heads, hidden), Product(hidden, inner, BY_ROWS)),
         others=convolved * (kernel + 1) + inner,
     )
@@ -363,6 +365,7 @@ def delta(v: ConfigValues, layers: int) -> Mixer:
         layers,
         heads=values,
         state_bytes=(kernel - 1) * convolved * 2 + values * value_dim * key_dim * bytes_of_state,
+        draft_bytes=convolved * 2,
         products=(
             Product(convolved + values * value_dim + 2 * values, hidden),
             Product(hidden, values * value_dim, BY_ROWS),
@@ -389,6 +392,7 @@ def kimi_delta(v: ConfigValues, layers: int) -> Mixer:
         layers,
         heads=heads,
         state_bytes=(kernel - 1) * 3 * inner * 2 + heads * width * width * 4,
+        draft_bytes=3 * inner * 2,
         products=(
             Product(3 * inner + heads, hidden),
             Product(2 * width, hidden, WHOLE),
@@ -420,6 +424,7 @@ def short_conv(v: ConfigValues, layers: int) -> Mixer:
         "state",
         layers,
         state_bytes=(kernel - 1) * hidden * 2,
+        draft_bytes=hidden * 2,
         products=(Product(3 * hidden, hidden), Product(hidden, hidden, BY_ROWS)),
         others=kernel * hidden,
     )

@@ -27,7 +27,7 @@ from ebbench.devices.families import (
     Family,
 )
 from ebbench.devices.geometry import Mixer, ModelGeometry
-from ebbench.devices.mixer_rules import SHARES_CACHE, ConfigValues, head_dim_of, heads_of
+from ebbench.devices.mixer_rules import SHARES_CACHE, ConfigValues, head_dim_of, heads_of, shortened
 from ebbench.errors import InputFileError
 from ebbench.foreign.documents import read_object
 
@@ -55,7 +55,7 @@ def read_model_file(path: Path) -> dict[str, Any]:
     raw = read_object(path)
     for place, key, value in _values(raw, ""):
         if (problem := _problem(key, value)) and value is not None:
-            raise InputFileError(path, f"{place} must be {problem}, not {_short(value)}")
+            raise InputFileError(path, f"{place} must be {problem}, not {shortened(value)}")
     return raw
 
 
@@ -88,11 +88,6 @@ def _problem(key: str, value: Any) -> str:
         return "a whole number"
     most = _MOST.get(key, _MOST_OTHERWISE)
     return f"at most {most:,}" if isinstance(value, int | float) and value > most else ""
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:50]}..."
 
 
 # Mistral's own format, `params.json`, in the words of a config.json (vLLM's `transformers_utils/configs`).
@@ -152,8 +147,9 @@ def _quantization(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _STATED_STRETCHED = (None, "default", "su", "longrope", "llama3", "mrope")
+_TIED = "tie_word_embeddings"
 _OF_ALL = (
-    "quantization_config", "compression_config", "tie_word_embeddings", "vision_config", "audio_config",
+    "quantization_config", "compression_config", _TIED, "vision_config", "audio_config",
     "_name_or_path", "torch_dtype", "dtype",
 )  # fmt: skip
 _NESTED = ("sparse_attention_config", "linear_attn_config", "moe_config")
@@ -207,8 +203,9 @@ def _text_part(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     if part is None:
         return dict(raw)
     outer = {key: raw[key] for key in _OF_ALL if raw.get(key) is not None}
+    tied = {key: outer[key] for key in (_TIED,) if key in outer}  # vLLM too: whoever has the head says it
     named = part.get("model_type") or TEXT_TYPES.get(str(raw.get("model_type")), raw.get("model_type"))
-    return {**outer, **{key: value for key, value in part.items() if value is not None}, "model_type": named}
+    return {**outer, **{key: value for key, value in part.items() if value is not None}, **tied, "model_type": named}
 
 
 def _family(path: Path, raw: Mapping[str, Any], assume_decoder: bool) -> tuple[Family, tuple[str, ...]]:

@@ -110,7 +110,8 @@ class AttentionTables:
     ``next_s`` and ``next_context_s``: the same for every further chunk of the step, when the GPU is already full; the
     chunk with the largest difference pays its single cost. ``decode``: pure decode over (sequences, mean context).
     ``increment``: cost that decodes add to a prefill step over (longest chunk, its context, sequences, mean context).
-    ``window`` 0: no sliding window.
+    ``window`` 0: no sliding window. ``draft_state_s``: of layers with a state, per drafted token of a decode, after
+    which the state is written too (a model: its bytes by the GPU's bandwidth); 0 for other layers.
     """
 
     first_s: list[float]
@@ -120,6 +121,7 @@ class AttentionTables:
     decode: Grid
     increment: Grid
     window: int = 0
+    draft_state_s: float = 0.0
 
     def step_s(self, prefill: tuple[tuple[int, int], ...], seqs: int, kv_tokens: float) -> float:
         """Time (s) of one layer's attention in one step."""
@@ -158,9 +160,12 @@ class AttentionTables:
     def verify_s(self, seqs: int, kv_tokens: int) -> float:
         """Time (s) of one layer's attention where every decode has several queries.
 
-        A model: the kernel is that of mixed batches, and a decode's queries share the tile that one query has there.
+        A model: the kernel is that of mixed batches, and a decode's queries share the tile that one query has there;
+        where a state stands for the context, it is read once, as for one query.
         """
         context = kv_tokens / seqs
+        if self.draft_state_s:
+            return self.decode.at2(seqs, context)
         if self.window and context > self.window:
             context = float(self.window)
         return max(self.increment.at4(0, 0, seqs, context), self.decode.at2(seqs, context))

@@ -25,7 +25,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import core as engine_core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_cache_interface import AttentionSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
@@ -237,14 +243,20 @@ class DraftReader(StepReader):
         )
 
 
-def _specs_of(layout: KvLayout) -> Iterator[AttentionSpec]:
-    """One layer per block table, whose blocks have the same bytes. Raises UsageError for a state per sequence."""
+def _specs_of(layout: KvLayout, max_model_len: int) -> Iterator[KVCacheSpec]:
+    """One layer per block table, whose blocks have the same bytes."""
     largest = max(group.block_tokens for group in layout.groups)
     for group in layout.groups:
         if group.per_sequence:
-            raise UsageError(
-                "the emulated device has no layers with a state per sequence; use --engine sim for this model"
+            state = MambaSpec(
+                block_size=group.block_tokens if group.by_block else max_model_len,
+                shapes=((32 * largest,),),
+                dtypes=(torch.bfloat16,),
+                mamba_cache_mode="align" if group.by_block else "none",
+                num_speculative_blocks=group.drafts,
             )
+            yield from [state] * group.tables
+            continue
         width = {"num_kv_heads": 1, "head_size": 16 * largest // group.block_tokens, "dtype": torch.bfloat16}
         for _ in range(group.tables):
             if group.window:
@@ -284,10 +296,11 @@ class StandInExecutor(Executor):  # type: ignore[misc]
         """Bytes; more than enough, since num_gpu_blocks_override sets the number of blocks."""
         return [1 << 44]
 
-    def get_kv_cache_specs(self) -> list[dict[str, AttentionSpec]]:
+    def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
         """One layer per block table: the scheduler uses only block sizes, windows and the number of blocks."""
         if self.layout is not None:
-            return [{f"emulated.{number}": spec for number, spec in enumerate(_specs_of(self.layout))}]
+            specs = _specs_of(self.layout, self.vllm_config.model_config.max_model_len)
+            return [{f"emulated.{number}": spec for number, spec in enumerate(specs)}]
         return [
             {
                 "emulated.0": FullAttentionSpec(
@@ -469,6 +482,10 @@ def build_core(
         vllm_config.scheduler_config.async_scheduling = options.async_scheduling
         if layout is not None:  # nor does its hybrid KV cache manager need a GPU
             vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = False
+            if layout.state_block_tokens:  # as vLLM sets them for such a model
+                cache = vllm_config.cache_config
+                cache.mamba_cache_mode = "align"
+                cache.block_size = cache.mamba_block_size = layout.state_block_tokens
         with _no_heap_freeze():
             return EngineCore(vllm_config, executor, log_stats=False)
 

@@ -23,6 +23,7 @@ from ebbench.engines.base import (
     Observer,
     Progress,
     check_fits,
+    longest_sequence,
     num_kv_blocks,
     plan_notes,
     refuse_queue_limits,
@@ -398,7 +399,7 @@ class _Simulation:
         if options.drafts is not None:
             from ebbench.simulation.drafting import Drafting
 
-            longest = min(options.max_model_len, blocks * options.block_size)
+            longest = min(options.max_model_len, longest_sequence(device, options))
             self._drafting = Drafting.of(options.drafts, state, int(self._plan.facts.get("seed", 0)), longest)
         limits, first, size = scheduler_limits(options), len(self._kv_totals), pool.dp
         self._kv_totals += [blocks] * pool.units

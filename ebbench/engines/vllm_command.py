@@ -18,6 +18,7 @@ from ebbench.errors import UnknownNameError, UsageError
 from ebbench.spec.server import EngineOptions, served_drafts
 from vllm_eb import config as plugin
 from vllm_eb.calibration import Calibration
+from vllm_eb.compat import DRAFTERS, drafts_supported
 from vllm_eb.policy import PolicySpec, import_root
 
 # What the folder of a local model lacks (weights, tokenizer), and the options of vLLM that work without it.
@@ -213,12 +214,13 @@ _SIZES = {
 def serve_arguments(serving: Serving) -> list[str]:
     """Arguments after ``vllm serve``.
 
-    Raises UsageError if the policy needs a calibration and has none, and for drafts of an emulated server.
+    Raises UsageError if the policy needs a calibration and has none, and for drafts that cannot be made under it.
     """
     arguments = [serving.model, "--host", serving.host, "--port", str(serving.port)]
     config: dict[str, object] = {}
     # v1 is vLLM unchanged, unless its steps are to be recorded.
     if not serving.policy.native or serving.record is not None or serving.signals is not None:
+        _refuse_drafts(serving)
         config |= _plugin_config(serving)
         arguments += ["--scheduler-cls", plugin.SCHEDULER]
     if serving.emulation is not None:
@@ -237,6 +239,17 @@ def serve_arguments(serving: Serving) -> list[str]:
     if serving.max_model_len is not None:
         arguments += ["--max-model-len", str(serving.max_model_len)]
     return [*arguments, *serving.extra]
+
+
+def _refuse_drafts(serving: Serving) -> None:
+    """Raise UsageError for a way of drafting that the plugin would refuse after vLLM has started."""
+    method = served_drafts(serving.extra).get("method")
+    if isinstance(method, str) and not drafts_supported(method.strip("[]")):
+        needing = "a record of the steps" if serving.policy.native else f"policy {serving.policy.name}"
+        raise UsageError(
+            f"{needing} cannot be combined with speculative decoding by {method} (tested are {DRAFTERS}); draft by one "
+            "of these, or measure the URL of `ebbench serve --policy v1` without --record"
+        )
 
 
 def _refuse_two_shares(options: EngineOptions, extra: Sequence[str]) -> None:

@@ -71,7 +71,11 @@ _REMEDIES = {
         "vLLM finds no layers for multi-token prediction in this model; draft by another method, such as ngram"
     ),
     re.compile(r"num_speculative_tokens was provided but without speculative model"): (
-        'name the draft\'s head as "model" in --speculative-config'
+        'name the drafting model or head as "model" in --speculative-config'
+    ),
+    re.compile(r"Unsupported speculative method|Model architectures \['(Eagle|DFlash|DSpark|Medusa)"): (
+        'the "model" in --speculative-config holds no head for this method; name one that does, or draft by another '
+        "method, such as ngram"
     ),
     re.compile(r"num_speculative_tokens must be provided"): (
         'say how many tokens are drafted as "num_speculative_tokens" in --speculative-config'

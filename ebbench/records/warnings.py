@@ -28,6 +28,18 @@ SERVER_BUSY, SERVER_SIMULATED, SERVER_LIMITS = "api-server", "api-server-simulat
 API_SERVER_LOAD = frozenset({SERVER_BUSY, SERVER_SIMULATED, SERVER_LIMITS})
 """Codes of warnings: an API server would be busy and is left out, or is simulated therefore; or it limits the run."""
 
+SEEN: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "older-vllm": {"TPOT": (-0.08, -0.02)},
+    "older-vllm-queue": {"throughput": (0.0, 0.8), "TTFT": (-0.75, -0.1), "TPOT": (-0.6, -0.1)},
+    "older-vllm-experts": {"TPOT": (-0.3, 0.0)},
+    "experts-few-sequences": {"TPOT": (-0.28, 0.0)},
+    "experts-first-tokens": {"TTFT": (-0.6, 0.0)},
+    "first-tokens-without-graphs": {"TTFT": (-0.6, -0.09)},
+    "front-end-decides": {"TTFT": (-0.62, 0.13)},
+}
+"""How far off figures were against measured servers, by code of the caveat that says so: shares, ours over theirs less
+one. ``ebbench fidelity`` compares them with every row of its sources."""
+
 Texts = Mapping[str, str | Callable[..., str]]
 """Sentences by code: a format string, or a function, of the values."""
 
@@ -209,25 +221,6 @@ def _k_always_met(open_requests: int, max_num_seqs: int, k: int) -> str:
         f"At most {open_requests:,} requests are open, so {max_num_seqs - open_requests:,} of {max_num_seqs:,} slots "
         f"are always idle and k={k} never delays a refill: the policy behaves like v0."
     )
-
-
-def _older_vllm(vllm_version: str, mxfp4: bool = False, parses_templates: bool = False) -> str:
-    # InferenceX (0.10.2) and inference-perf (0.11), TPOT of dense models: -2.5 to -7.8 % in the median.
-    text = (
-        f"--vllm-version {vllm_version} sets defaults and KV cache of that version, not its kernels, CUDA graphs and "
-        "host: those of 0.19 to 0.24 are 2 to 8 % faster in the median than measured servers of 0.10 and 0.11"
-    )
-    if mxfp4:  # GPUStack, gpt-oss-120b on 0.10.2: +44 to +80 %, on four H100 +24 %
-        text += (
-            "; with all requests at once gpt-oss has 25 to 80 % more throughput here than measured servers of 0.10.2, "
-            "its prompts being 1.4 to 1.7 times as fast"
-        )
-    if parses_templates:  # GPUStack, Qwen3 on A100 and H100, 1,000 prompts of 128 tokens at once
-        text += (
-            "; bursts of short chat requests have 20 to 110 % more throughput here than measured servers of 0.11.0, "
-            "which parse the chat template anew for each (about 8 ms with Qwen3's)"
-        )
-    return text
 
 
 def _few_requests(completed: int, needed: int, shown: str, p90_needs: int, **_: Any) -> str:
@@ -516,11 +509,12 @@ def _turns_by_delay(column: str, lengths_add: bool) -> str:
     )
 
 
-def _drafts_modelled(tokens: int, model: str, layers: int) -> str:
+def _drafts_modelled(tokens: int, model: str, layers: int, states: bool = False) -> str:
     own = f"each of {tokens} drafting passes as {layers} of its layers and its head"
+    read = "keys read once per sequence" + (", its states read once and written after each token" if states else "")
     return (
         f"steps with drafts are modelled, not measured: {1 + tokens} tokens per decode through the weights of {model}, "
-        f"its keys read once per sequence, {own if layers else 'drafting as free'}"
+        f"its {read}, {own if layers else 'drafting as free'}"
     )
 
 
@@ -691,9 +685,10 @@ TEXTS: Texts = {
         "and arithmetic; shapes measured there are off by 10 to 20 % in the median when scaled so from each other, "
         "with any batch"
     ),
+    # InferenceX, 20 rows with at most 8 open on 4 or 8 GPUs; on fewer GPUs -4 %.
     "experts-few-sequences": (
-        "decode steps of mixtures of experts are 10 to 27 % too fast with few sequences, against measured servers with "
-        "this GPU: router and choice of experts are not modelled"
+        "times per token of mixtures of experts with few sequences on four and more GPUs are 13 % too short in the "
+        "median (up to 28) against measured servers with this GPU: router and choice of experts are not modelled"
     ),
     # InferenceX: gpt-oss -11 (B200), -19, -25 % in the median (H100, H200; its servers forced Marlin kernels there, the
     # tables have Triton's); MiniMax -13, -28 %, prompts of 922 tokens where no CUDA graph held them -27 to -75 %.
@@ -720,6 +715,12 @@ TEXTS: Texts = {
     "front-end-unmodelled": lambda front_end_ms, share: (
         f"times to first token are too short: on measured servers with this GPU requests took about {front_end_ms:g} "
         f"ms (8 to 20) in front of the engine, which was not modelled: {100 * share:.0f} % of this run's mean"
+    ),
+    # inference-perf -5 to -31 %, GPUStack's Qwen3-8B with 1 to 8 open -58 to -62, gpt-oss on four B200 +13.
+    "front-end-decides": lambda front_end_ms, share: (
+        f"times to first token rest on the {front_end_ms:g} ms in front of the engine ({100 * share:.0f} % of their "
+        "mean), seen by clients that open a connection for every request: such runs were 29 % too short in the median "
+        "against measured servers (13 % too long to 62 too short); --front-end-ms takes your own"
     ),
     "first-tokens-without-graphs": (
         "times to first token of prompts of about 1,000 tokens are 30 to 60 % too short on {gpus} {device} against "
@@ -765,7 +766,23 @@ TEXTS: Texts = {
         "(VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8=1); without it steps of gpt-oss take 10 to 50 % longer"
     ),
     "not-as-served": "{what}: not measured as served on {device}; {taken}",
-    "older-vllm": _older_vllm,
+    # InferenceX (0.10.2) and inference-perf (0.11), TPOT of dense models: -2.5 to -7.8 % in the median.
+    "older-vllm": (
+        "--vllm-version {vllm_version} sets defaults and KV cache of that version, not its kernels, CUDA graphs and "
+        "host: those of 0.19 to 0.24 are 2 to 8 % faster in the median than measured servers of 0.10 and 0.11"
+    ),
+    # InferenceX, 13 rows: gpt-oss under 0.13, MiniMax under 0.17 with Triton's experts; median -14 %.
+    "older-vllm-experts": (
+        "times per token of mixtures of experts are 14 % too short in the median (up to 30) on {device} against "
+        "measured servers of vLLM 0.13 to 0.17, whose kernels of experts were slower"
+    ),
+    # GPUStack, 45 runs with all requests at once; on RTX 4090 and, with long random prompts, A100 nothing of it.
+    "older-vllm-queue": (
+        "where requests wait for a place, measured servers of vLLM 0.9 to 0.11 with this GPU were slower than this run "
+        "says: its throughput is too high by 0 to 80 % (one in ten by more, most with prompts of a hundred tokens: "
+        "0.11.0 parses the chat template anew for every request), times to first token 10 to 75 % and times per token "
+        "10 to 60 % too short"
+    ),
     "other-shape": lambda given, model, params: (
         f"{given} has the name of {model} and another shape ({params / 1e9:.2f}B parameters): what is published and "
         "fitted for that model is not used"

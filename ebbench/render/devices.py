@@ -58,7 +58,8 @@ def _kv_per_sequence(facts: DeviceFacts) -> str:
     bytes_of_all = model.kv_bytes_per_token - sum(windows.values())
     parts = [f"at {bytes_of_all / 1e3:.0f} kB per token"] if bytes_of_all or not windows else []
     parts += [f"{kept / 1e3:.0f} kB per token of the last {window:,}" for window, kept in windows.items()]
-    parts += [f"{model.state_bytes / 1e6:.1f} MB per sequence"] if model.state_bytes else []
+    states = f"{1 + facts.drafts} times " if facts.drafts else ""
+    parts += [f"{states}{model.state_bytes / 1e6:.1f} MB per sequence"] if model.state_bytes else []
     return ", ".join(parts) if bytes_of_all else f"at {', '.join(parts)}"
 
 

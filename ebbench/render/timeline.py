@@ -109,7 +109,7 @@ def _points(series: str, times: npt.NDArray[np.float64], values: npt.NDArray[Any
 
 def _ttft(columns: RequestColumns, edges: npt.NDArray[np.float64]) -> list[Row]:
     """TTFT in ms of the requests intended in each part of the time; of several classes, the median of each."""
-    ok = columns.ok
+    ok = columns.generated
     place = np.searchsorted(edges, columns.intended[ok] / 1e9, "right") - 1
     ttft_ms = (columns.first_token - columns.intended)[ok] / 1e6
     classes, middles = columns.request_class[ok], _middles(edges)

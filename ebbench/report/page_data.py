@@ -347,7 +347,7 @@ def _cdfs(labels: Sequence[str], curves: Sequence[tuple[int, str]], runs: Sequen
         columns = RequestColumns.of(run.table("requests", NEEDED))
         ok = columns.ok
         samples = {
-            "ttft": (columns.first_token - columns.intended)[ok],
+            "ttft": (columns.first_token - columns.intended)[columns.generated],
             "tpot": tpot_ns(columns, ok),
             "itl": itl_ns(columns, ok),
             "e2el": (columns.last_token - columns.intended)[ok],
@@ -387,7 +387,8 @@ def _classes(run: Run) -> list[Row]:
     rows_by_class = []
     for name in columns.classes:
         rows = columns.ok & (columns.request_class == name)
-        latencies = {"TTFT": (columns.first_token - columns.intended)[rows], "TPOT": tpot_ns(columns, rows)}
+        ttft_ns = (columns.first_token - columns.intended)[rows & columns.generated]
+        latencies = {"TTFT": ttft_ns, "TPOT": tpot_ns(columns, rows)}
         for latency, ns in latencies.items():
             rows_by_class += [
                 {"class": name or "no class", "latency": latency, "ms": point["ms"], "share": point["share"]}

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.analysis.columns import RequestColumns
+from ebbench.analysis.environment import FRONT_END_MS
 from ebbench.analysis.explain import STEP_COLUMNS, KvPressure, kv_pressure, kv_pressure_by_metrics
 from ebbench.analysis.metrics import QUANTILES, Metrics, Slo, latency_columns, measure, samples_needed, steady_windows
 from ebbench.analysis.sessions import sessions_table
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
 MATTERS = 0.02
 """Smallest share of a run's time that a caveat must concern, or could change."""
+FRONT_DECIDES = 0.4
+"""Share of the mean time to first token from which on what is in front of the engine decides it."""
 FIRST_TOKENS_MS = 1000.0
 """Mean time to first token from which on waiting for other requests decides it, not a prompt's own steps."""
 
@@ -121,30 +124,35 @@ def _sized(said: RunWarning, device: Device, batches: Batches) -> RunWarning | N
 
 def shown_by_servers(device: Device, batches: Batches) -> list[RunWarning]:
     """What measured servers with this GPU had that is not modelled, where it is much of a run of such batches."""
-    profile, model, request = device.profile, device.geometry, device.request
-    if profile is None or model is None or request is None or not profile.front_end:
-        return []
     from ebbench.devices.costs import TableCost
+    from ebbench.devices.loader import TABLES_SINCE, older_than
 
-    if not isinstance(device.cost, TableCost):
+    profile, model, request = device.profile, device.geometry, device.request
+    if profile is None or model is None or request is None or not isinstance(device.cost, TableCost):
         return []
-
-    caveats: list[RunWarning] = []
+    mixture, several = model.experts > 0, request.parallel.gpus >= FROM_GPUS
+    first_tokens = profile.front_end and 0 < batches.ttft_ms < FIRST_TOKENS_MS
     spent, decodes = batches.steps.get("decode", (0.0, None))
-    mixture = model.experts > 0
-    if 0 < batches.ttft_ms < FIRST_TOKENS_MS:
-        if mixture:
-            caveats.append(warning("experts-first-tokens"))
-        elif profile.name in _PROMPTS_WITHOUT_GRAPHS and request.parallel.tp >= FROM_GPUS:
-            caveats.append(warning("first-tokens-without-graphs", gpus=request.parallel.tp, device=profile.name))
-    if mixture and decodes is not None and spent > 0.5 and decodes.decode_seqs <= FEW_SEQUENCES:
-        caveats.append(warning("experts-few-sequences"))
-    return caveats
+    few = decodes is not None and spent > 0.5 and decodes.decode_seqs <= FEW_SEQUENCES
+    seen = {
+        "older-vllm-queue": (
+            batches.ttft_ms >= FIRST_TOKENS_MS and profile.name in _QUEUED_ON and older_than(request, QUEUED_SINCE)
+        ),
+        "older-vllm-experts": mixture and profile.name in _BLACKWELL and older_than(request, TABLES_SINCE),
+        "experts-first-tokens": mixture and first_tokens,
+        "experts-few-sequences": mixture and several and few and profile.front_end,
+        "first-tokens-without-graphs": not mixture and first_tokens and profile.name in _BLACKWELL and several,
+    }
+    named = {"gpus": request.parallel.tp, "device": profile.name}
+    return [warning(code, **named) for code, holds in seen.items() if holds]
 
 
-_PROMPTS_WITHOUT_GRAPHS, FROM_GPUS = ("b200", "b300"), 4
+_BLACKWELL, FROM_GPUS = ("b200", "b300"), 4
 """Where servers of dense models took longer for short prompts than their kernels do (InferenceX, Llama-3.3-70B, 0.10.2:
-B200, whose recipe captured CUDA graphs of decodes only), and from how many GPUs on."""
+B200, whose recipe captured CUDA graphs of decodes only), and from how many GPUs on; from as many, steps of mixtures
+took longer with few sequences."""
+_QUEUED_ON, QUEUED_SINCE = ("h100", "a100"), (0, 12)
+"""Where, and up to which version, servers with a queue were slower than their steps (GPUStack)."""
 FEW_SEQUENCES = 8
 """Sequences in a step up to which what is not modelled of a mixture of experts was seen (InferenceX: gpt-oss on eight
 GPUs, MiniMax)."""
@@ -468,7 +476,10 @@ def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tup
     device = result.device or context.device
     if context.engine not in VIRTUAL_TIME:
         return (list(device.warnings) if context.policy.needs_costs else []), list(result.warnings)
-    of_device = [*said_of_run(device, batches, device.warnings), *shown_by_servers(device, batches)]
+    front = float(result.facts.get(FRONT_END_MS) or 0.0)
+    share = front / max(batches.ttft_ms, front or 1.0)
+    of_front = [warning("front-end-decides", front_end_ms=front, share=share)] if share >= FRONT_DECIDES else []
+    of_device = [*said_of_run(device, batches, device.warnings), *shown_by_servers(device, batches), *of_front]
     return of_device, said_of_run(device, batches, result.warnings)
 
 

@@ -165,7 +165,7 @@ def device_of(spec: RunSpec, policies: Sequence[PolicySpec] = ()) -> Device:
     )
     key = replace(
         request, gpu_memory_utilization=None, max_num_seqs=None, max_num_batched_tokens=None, kv_tokens=None,
-        vllm_version=None, prefix_caching=True,
+        prefix_caching=True,
     )  # fmt: skip
     if (kept := _loaded.get(key)) is not None:
         return kept if kept.profile is None else resized(kept, request)

@@ -107,6 +107,8 @@ class DraftingScheduler(Scheduler):
         self._known: Ints = state.prompt.copy()
         self._generated: Ints = np.zeros(state.count, np.int64)
         self._burst: Ints = np.zeros(state.count, np.int64)  # tokens of the last step, without asynchronous scheduling
+        self._ends: Ints = np.zeros(state.count, np.int64)  # most tokens that a step was to compute, those rejected too
+        self.recomputes_block = drafting.recomputes_block
 
     @property
     def only_decodes(self) -> bool:
@@ -120,9 +122,12 @@ class DraftingScheduler(Scheduler):
         return bool((self._continues(rows) & ~self.state.partial[rows]).any())
 
     def hits(self, row: int, known_tokens: int) -> list[int]:
-        """See Scheduler. The drafter needs hidden states of the last block of a cached prefix."""
+        """See Scheduler. The drafter needs hidden states of the last block of a cached prefix; where that begins no
+        state was kept but by chance."""
+        if self.recomputes_block and self.state_block_tokens:
+            return []
         cached = list(self.kv.lookup(row, known_tokens))
-        return cached[:-1] if self._drafting.recomputes_block else cached
+        return cached[:-1] if self.recomputes_block else cached
 
     def padding(self, running: Ints) -> int:
         """See Scheduler: as many tokens as a decode with drafts has, unless a prompt is being computed."""
@@ -171,15 +176,23 @@ class DraftingScheduler(Scheduler):
         return candidates, tokens, budget - int(np.add.reduce(tokens))
 
     def _blocks_needed(self, rows: Ints, tokens: Ints) -> Ints:
-        slots = np.minimum(self.state.computed.take(rows) + tokens + self.lookahead_tokens, self.longest_tokens)
-        need: Ints = -(-slots // self.limits.block_size) - self.state.held_blocks.take(rows)
-        np.maximum(need, 0, out=need)
+        """See Scheduler. Where layers keep a state, no blocks that rejected drafts needed are given back."""
+        computed, before = self.state.computed.take(rows), self._ends.take(rows)
+        ends = np.maximum(computed + tokens, before)
+        slots = np.minimum(ends + self.lookahead_tokens, self.longest_tokens)
+        if self.layout is None:
+            need: Ints = -(-slots // self.limits.block_size) - self.state.held_blocks.take(rows)
+            np.maximum(need, 0, out=need)
+        else:
+            held = self.layout.held(slots, self._processed(rows, computed), before, ends)
+            need = held - self.state.held_blocks.take(rows)
         need[tokens == 0] = 0
         return need
 
     def _preempt(self, step: Step, row: int, scheduled_tokens: int = 0) -> None:
         super()._preempt(step, row, scheduled_tokens)
         self._known[row], self._burst[row] = self.state.target[row], 0
+        self._ends[row] = 0
 
     def advance(self, step: Step) -> StepShape:
         """See Scheduler. Drafts of decodes are further tokens of the step; the context of a sequence ends with them."""
@@ -189,6 +202,7 @@ class DraftingScheduler(Scheduler):
         before, partial = state.computed.take(rows), state.partial.take(rows)
         after = before + step.tokens
         state.computed[rows] = after
+        self._ends[rows] = np.maximum(self._ends.take(rows), after)
         drafts = np.maximum(after - self._known.take(rows), 0)
         complete = after >= self._known.take(rows)
         decodes, prompts = ~partial, partial.nonzero()[0]

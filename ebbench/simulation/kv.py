@@ -114,8 +114,7 @@ class LaidOutKv(CountingKv):
     def __init__(self, state: RequestState, total: int, layout: KvLayout, block_size: int, *, caching: bool) -> None:
         super().__init__(state, total, caching=False)
         self.layout, self._block_size = layout, block_size
-        # A state is found again only where it was copied at the end of a block.
-        self._keeps = caching and not any(group.per_sequence or group.chunk for group in layout.groups)
+        self._keeps = caching and not any(group.chunk for group in layout.groups)
         self._kept: dict[int, _Kept] = {}
         self._taken = 0  # blocks from the head of the free queue so far
 
@@ -137,7 +136,7 @@ class LaidOutKv(CountingKv):
 
     @property
     def _full_tables(self) -> int:
-        return sum(group.tables for group in self.layout.groups if not group.window) or 1
+        return sum(group.tables for group in self.layout.groups if not (group.window or group.per_sequence)) or 1
 
     def adopt(self, row: int, hits: Sequence[int]) -> None:
         """Forget what was kept: the request holds it again, and did not take it from the head of the queue."""
@@ -148,7 +147,9 @@ class LaidOutKv(CountingKv):
     def release(self, row: int, known_tokens: int) -> None:
         """See KvBlocks."""
         held = int(self._held[row])
-        if self._keeps and not self._done[row]:
+        # A state is found again only where it stood at the end of a block; of one that has gone on, nothing is.
+        state_block = self.layout.state_block_tokens
+        if self._keeps and not self._done[row] and not (state_block and known_tokens % state_block):
             self._kept[row] = _Kept(known_tokens, self._taken + self.free, held)
         self.free += held
 

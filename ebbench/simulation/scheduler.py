@@ -56,12 +56,12 @@ def admissible(scheduler: Scheduler, running_limit: int) -> bool:
 
 
 def admit_waiting(
-    scheduler: Scheduler, now_ns: int, budget: int, threshold: int, running_limit: int, running: Ints
+    scheduler: Scheduler, now_ns: int, budget: int, most: int, threshold: int, running_limit: int, running: Ints
 ) -> tuple[list[int], list[int]]:
     """Admit waiting requests in order while ``budget`` tokens, slots up to ``running_limit`` and KV blocks last.
 
-    ``threshold``: most tokens of one request, 0 is no limit. ``running``: running requests in the step. Returns the
-    rows and the tokens of each in this step.
+    ``most``: tokens of the whole step. ``threshold``: most tokens of one request, 0 is no limit. ``running``: running
+    requests in the step. Returns the rows and the tokens of each in this step.
     """
     state, kv, limits, waiting = scheduler.state, scheduler.kv, scheduler.limits, scheduler.waiting
     whole, block_size, delivered = limits.scheduler_reserve_full_isl, limits.block_size, scheduler.delivered
@@ -89,12 +89,18 @@ def admit_waiting(
             chunk = threshold
         if chunk > budget:
             chunk = budget
+        if scheduler.state_block_tokens:
+            wanted, chunk = chunk, scheduler.up_to_state(row, cached, chunk, most)
+            if not chunk:
+                break
+            if wanted > known - cached and chunk < wanted:
+                chunk = 1  # what extends it would not be whole
         after = cached + chunk
         slots = min(after + lookahead, longest) if lookahead else after
         if not _fits(scheduler, max(known, slots) if whole else slots, hits, pinned):
             break
         waiting.popleft()
-        _allocate(scheduler, row, hits, cached, slots)
+        _allocate(scheduler, row, hits, cached, after, slots)
         _note_admission(scheduler, row, cached, now_ns)
         if scheduler.counted is None:
             kv.publish(row, min(after, known))
@@ -117,17 +123,19 @@ def _cached_tokens(scheduler: Scheduler, row: int, hits: Sequence[int]) -> int:
 def _fits(scheduler: Scheduler, tokens: int, hits: Sequence[int], pinned: int) -> bool:
     """Whether blocks for ``tokens`` tokens are free; ``pinned`` of the blocks that are hit count as free now."""
     if scheduler.layout is not None:
-        return scheduler.layout.most(tokens) <= scheduler.kv.free
+        return scheduler.layout.first(tokens) <= scheduler.kv.free
     return -(-tokens // scheduler.limits.block_size) - len(hits) + pinned <= scheduler.kv.free
 
 
-def _allocate(scheduler: Scheduler, row: int, hits: Sequence[int], cached: int, after: int) -> None:
-    """Give a request the blocks of its ``cached`` tokens and of its first chunk, ``after`` KV slots together."""
+def _allocate(scheduler: Scheduler, row: int, hits: Sequence[int], cached: int, after: int, slots: int) -> None:
+    """Give a request the blocks of its ``cached`` tokens and of its first chunk, which ends ``after`` so many tokens:
+    ``slots`` KV slots together."""
     if scheduler.layout is None:
-        need = -(-after // scheduler.limits.block_size) - len(hits)
+        need = -(-slots // scheduler.limits.block_size) - len(hits)
         held = len(hits) + need
     else:
-        held = need = int(scheduler.layout.held(np.array([after], np.int64), np.array([cached], np.int64))[0])
+        room, computed, ends = (np.array([tokens], np.int64) for tokens in (slots, cached, after))
+        held = need = int(scheduler.layout.held(room, computed, computed, ends)[0])
     counted = scheduler.counted
     if hits or counted is None:
         scheduler.kv.adopt(row, hits)
@@ -159,7 +167,7 @@ def prompt_tokens(scheduler: Scheduler, wanted: int) -> int:
             break
         known = int(state.target[row])
         slots -= 1
-        blocks -= -(-known // block_size) if scheduler.layout is None else scheduler.layout.most(known)
+        blocks -= -(-known // block_size) if scheduler.layout is None else scheduler.layout.first(known)
         if blocks < 0:
             break
         tokens += known
@@ -317,6 +325,8 @@ class Scheduler:
         self.front_end: FrontEnd | None = None  # streams the tokens to the clients, if they wait there
         self.counted = kv if isinstance(kv, CountedKv) else None  # the same manager, if counting is sufficient
         self.layout = kv.layout if isinstance(kv, LaidOutKv) else None  # where blocks are not by tokens alone
+        self.state_block_tokens = 0 if self.layout is None else self.layout.state_block_tokens
+        self.recomputes_block = False  # the last one of a cached prefix, for a drafter
         self.on_verified: Callable[[list[int], list[int]], None] | None = None  # see DraftingScheduler
         self.draft_lengths: Callable[[], Sequence[int] | None] = lambda: None  # see Controller
         self.delivered: dict[int, int] = {}
@@ -458,7 +468,7 @@ class Scheduler:
         threshold = chunk_limit(self, len(candidates)) if limits.long_prefill_token_threshold else 0
         rows, tokens, budget = self._schedule_running(step, candidates, threshold, most)
         if admit and not step.preempted and self.waiting:
-            new_rows, new_tokens = admit_waiting(self, step.scheduled_ns, budget, threshold, running_limit, rows)
+            new_rows, new_tokens = admit_waiting(self, step.scheduled_ns, budget, most, threshold, running_limit, rows)
             if new_rows:
                 rows = np.concatenate([rows, np.array(new_rows, np.int64)])
                 tokens = np.concatenate([tokens, np.array(new_tokens, np.int64)])
@@ -493,10 +503,7 @@ class Scheduler:
 
         ``wanted``: tokens that each could use. Returns the requests that keep their place, and the tokens of each.
         """
-        tokens = wanted
-        if np.add.reduce(wanted) > budget:
-            before = np.cumsum(wanted) - wanted
-            tokens = np.clip(budget - before, 0, wanted)
+        tokens = self._within(candidates, wanted, budget)
         need = self._blocks_needed(candidates, tokens)
         if self._suffices(need):
             self._grow(candidates, need)
@@ -512,7 +519,8 @@ class Scheduler:
         """Further KV blocks of each row for ``tokens`` more tokens; below 0 where some have left a window."""
         computed, held_blocks = self.state.computed.take(rows), self.state.held_blocks.take(rows)
         if self.layout is not None:
-            need: Ints = self.layout.held(computed + tokens, self._processed(rows, computed)) - held_blocks
+            processed = self._processed(rows, computed)
+            need: Ints = self.layout.held(computed + tokens, processed, computed) - held_blocks
             need[tokens == 0] = 0
             return need
         block_size = self.limits.block_size
@@ -531,7 +539,8 @@ class Scheduler:
         if np.count_nonzero(due) < len(rows):
             rows, computed = rows[due], computed[due]
         if self.layout is not None:
-            need = self.layout.held(computed + 1, self._processed(rows, computed)) - state.held_blocks.take(rows)
+            processed = self._processed(rows, computed)
+            need = self.layout.held(computed + 1, processed, computed) - state.held_blocks.take(rows)
             if len(rows) > budget or not self._suffices(need):
                 return None
             self._grow(rows, need)
@@ -542,6 +551,43 @@ class Scheduler:
         if len(growing):
             self._take(growing, self.ones[: len(growing)])
         return rows, computed
+
+    def _within(self, rows: Ints, wanted: Ints, budget: int) -> Ints:
+        """The tokens that ``rows`` compute in a step of ``budget`` tokens, of those that they want."""
+        if not (self.state_block_tokens and self.prefilling):
+            if np.add.reduce(wanted) <= budget:
+                return wanted
+            return np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted)
+        tokens, left = wanted.copy(), budget
+        for place, row in enumerate(rows.tolist()):
+            tokens[place] = self._running_chunk(row, min(int(wanted[place]), left), budget)
+            left -= int(tokens[place])
+        return tokens
+
+    def _running_chunk(self, row: int, tokens: int, most: int) -> int:
+        """``tokens`` of a running request, or fewer of a prompt that ends where a state is kept."""
+        if not (tokens and self.state_block_tokens and self.state.partial[row]):
+            return tokens
+        return self.up_to_state(row, int(self.state.computed[row]), tokens, most)
+
+    def up_to_state(self, row: int, done: int, tokens: int, most: int) -> int:
+        """The part of a chunk of ``tokens`` after ``done`` tokens that ends where the state is kept.
+
+        A state is kept at the end of a block, and only where a chunk ends. ``most``: tokens of a step; a block that is
+        longer is computed in several chunks.
+        """
+        block, known, prompt = self.state_block_tokens, int(self.state.target[row]), int(self.state.prompt[row])
+        end, whole = done + tokens, max(prompt, known - 1)
+        if done >= whole:
+            return tokens
+        threshold = self.limits.long_prefill_token_threshold
+        if end < whole:
+            aligned = end // block * block
+            if aligned > done or block <= (min(most, threshold) if threshold else most):
+                end = aligned
+        last = (known // block * block - block) if self.recomputes_block else (known - 1) // block * block
+        stops = (last, (done // block + 1) * block if done % block else 0)
+        return max(min((stop for stop in stops if done < stop < end), default=end) - done, 0)
 
     def _suffices(self, need: Ints) -> bool:
         """Whether the free blocks suffice for every request in turn; one may give back more than it takes."""
@@ -617,10 +663,10 @@ class Scheduler:
         """:meth:`_allot` where the running request of the highest rank is preempted, which may be one that this step
         has given tokens: they go back to the budget. Requests that a policy has set aside are preempted like others.
         """
-        running, queue, scheduled = set(self.running.tolist()), deque(wanted), dict[int, int]()
+        running, queue, scheduled, most = set(self.running.tolist()), deque(wanted), dict[int, int](), budget
         while queue and budget > 0:
             row = queue.popleft()
-            tokens = min(wanted[row], budget)
+            tokens = self._running_chunk(row, min(wanted[row], budget), most)
             rows, counts = np.array([row], np.int64), np.array([tokens], np.int64)
             while tokens and (need := self._blocks_needed(rows, counts))[0] > self.kv.free:
                 victim = max(running, key=ranks.__getitem__)

@@ -101,7 +101,7 @@ def parse_speculative(text: str) -> Speculative:
     given = _pairs(text)
     method = given.pop("method", None)
     if method is None:
-        raise UsageError(f"{OPTION} {text}: name the method, one of {', '.join(METHODS)}; for example {EXAMPLE}")
+        raise UsageError(f"{OPTION} {text!r}: name the method, one of {', '.join(METHODS)}; for example {EXAMPLE}")
     if method in _ELSEWHERE:
         raise UsageError(f"{OPTION}: method {method} is vLLM's, but not simulated; use {', '.join(METHODS)}")
     if method not in METHODS:
@@ -159,7 +159,7 @@ def _pairs(text: str) -> dict[str, str]:
         if equals:
             name = key.strip()
             if name in pairs:
-                raise UsageError(f"{OPTION}: {name} is given twice")
+                raise UsageError(f"{OPTION}: {name!r} is given twice")
             pairs[name] = value.strip()
         elif name:
             pairs[name] += f",{part.strip()}"
@@ -172,7 +172,7 @@ def _tokens(text: str | None) -> int | None:
     if text is None:
         return None
     if not text.isascii() or not text.isdigit() or len(text) > 9 or not 1 <= int(text) <= MOST_TOKENS:
-        raise UsageError(f"{OPTION}: tokens must be a whole number from 1 to {MOST_TOKENS}, not {text}")
+        raise UsageError(f"{OPTION}: tokens must be a whole number from 1 to {MOST_TOKENS}, not {text!r}")
     return int(text)
 
 
@@ -193,7 +193,7 @@ def _acceptance(text: str | None, tokens: int | None) -> tuple[float, ...]:
             return known[text][:tokens]
         raise UsageError(
             f"{OPTION}: acceptance must be rates in [0, 1], a .json file with measured ones, or published ones "
-            f"({', '.join(known)}), not {text}"
+            f"({', '.join(known)}), not {text!r}"
         ) from None
     return _checked(rates)
 

@@ -80,6 +80,10 @@ class BorrowedError(Exception):
     """What cannot be done, in one line with the remedy."""
 
 
+class NoServerError(Exception):
+    """vLLM did not start, with compilation and CUDA graphs or without."""
+
+
 @dataclass(frozen=True)
 class Contents:
     """What the parcels hold. ``model``: its config.json. ``needs``: versions of Python and of distributions that the
@@ -195,6 +199,7 @@ def measure(parcels: Path, store: Path, output: Path, clock: Clock, options: Seq
     """Take over the parcels that are here; with all of them, measure for the time that is left.
 
     Returns the exit code: 0 with a result in ``output``, 1 without. The same call goes on where the last one ended.
+    Where vLLM does not start, steps are measured with torch alone.
     """
     contents = Contents(**json.loads((parcels / CONTENTS).read_bytes()))
     check_machine(contents)
@@ -205,7 +210,11 @@ def measure(parcels: Path, store: Path, output: Path, clock: Clock, options: Seq
         clock.say(f"bring {', '.join(missing)} and give the same command")
         return 1
     unpack(contents, store, clock)
-    folder = run_validations(store, contents.model, clock, options)
+    try:
+        folder = run_validations(store, contents.model, clock, options)
+    except NoServerError:
+        clock.say(f"vLLM does not run here: steps with torch alone for the {clock.left_s:.0f} s that are left")
+        return steps(Decoder.of(store / contents.model), StepGrid(), output, clock)
     if folder is None:
         return 1
     collect(folder, output)
@@ -224,7 +233,8 @@ def check_machine(contents: Contents) -> None:
             installed = "not installed"
         if installed != needed:
             raise BorrowedError(
-                f"the parcels are for {name} {needed}; {sys.executable} has {installed}: pack again for this machine"
+                f"the parcels are for {name} {needed}; {sys.executable} has {installed}: pack again for this machine, "
+                f"or measure steps with torch alone: {sys.executable} borrowed.py steps"
             )
 
 
@@ -281,7 +291,7 @@ def unpack(contents: Contents, store: Path, clock: Clock) -> None:
 def run_validations(store: Path, model: str, clock: Clock, options: Sequence[str]) -> Path | None:
     """Run ``ebbench validate``, and again without compilation and CUDA graphs if vLLM did not start with them.
 
-    Returns the folder with a result; None, and the reason is said, if there is none.
+    Returns the folder with a result; None, and the reason is said, if there is none. Raises NoServerError.
     """
     eager = (*(() if "--" in options else ("--",)), "--optimization-level", "0")
     attempts = {"measured": (), "measured-eager": eager}
@@ -305,8 +315,8 @@ def run_validations(store: Path, model: str, clock: Clock, options: Sequence[str
         if status in DONE:
             return folder
         if status != NOT_STARTED:
-            break
-    return None
+            return None
+    raise NoServerError
 
 
 def _validate(folder: Path, time_s: float, options: Sequence[str], limit_s: float) -> int | None:

@@ -323,12 +323,14 @@ def validation_question(given: Mapping[str, Any]) -> ValidationQuestion:
         raise UsageError(f"--api-server is for engine vllm; with engine {engine} neither side has one")
     grid, real = parse_grid(engine, asked), engine == "vllm"
     needed = random_weight_options(model, vllm_options) if real else ()
-    policies, longest = tuple(settings.get("policy") or POLICIES), grid.options.max_model_len
+    policies = tuple(settings.get("policy") or POLICIES)
+    prompt = lengths["input_len"] or max(grid.tokens[-1] // 4, 4)
+    answer = lengths["output_len"] or max(grid.contexts[-1] // 4, 8)
+    longest = max(grid.options.max_model_len, 2 * (prompt + answer))  # lengths are drawn around their means
     spec = RunSpec(
         PlanOptions(
             WORKLOAD, source="profile", seed=settings.get("seed", 0), max_model_len=longest, with_text=False,
-            input_len=lengths["input_len"] or max(grid.tokens[-1] // 4, 4),
-            output_len=lengths["output_len"] or max(grid.contexts[-1] // 4, 8),
+            input_len=prompt, output_len=answer,
         ),
         policies[0], engine, device if real else device or DEFAULT_DEVICE, model,
         # Within what the step times cover. Steps are measured one at a time on a real vLLM.

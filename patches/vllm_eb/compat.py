@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections import deque
 from collections.abc import Sequence
 from functools import cache
@@ -120,13 +121,26 @@ def free_blocks(scheduler: Any) -> int:
 def blocks_of(scheduler: Any, tokens: int) -> int:
     """KV blocks that a request of so many tokens needs to be admitted, over all groups of layers.
 
-    Groups that keep a window (vLLM's hybrid KV cache manager) need no more than their own cap.
+    Groups that keep a window (vLLM's hybrid KV cache manager) need no more than their own cap, those that keep a state
+    one block and one per drafted token.
     """
     needed = 0
     for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
+        if (drafts := getattr(manager, "num_speculative_blocks", None)) is not None:
+            needed += 1 + drafts
+            continue
         blocks, most = -(-tokens // manager.block_size), getattr(manager, "max_admission_blocks_per_request", None)
         needed += blocks if most is None else min(blocks, most)
     return needed
+
+
+def block_tokens(scheduler: Any) -> int:
+    """Tokens per KV block, without the blocks of states: each of them is as long as the longest sequence, if none are
+    kept for prefix caching."""
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    if not any(hasattr(manager, "num_speculative_blocks") for manager in managers):
+        return int(scheduler.block_size)
+    return math.lcm(*(manager.block_size for manager in managers if not hasattr(manager, "num_speculative_blocks")))
 
 
 def by_priority(scheduler: Any) -> bool:
@@ -234,7 +248,11 @@ def refuse_fixed_drafts(scheduler: Any) -> None:
         )
 
 
-def _drafts_supported(method: str) -> bool:
+DRAFTERS = "ngram, MTP, eagle and eagle3"
+
+
+def drafts_supported(method: str) -> bool:
+    """Whether the plugin is tested with what vLLM drafts by this method."""
     return method in ("ngram", "ngram_gpu", "eagle", "eagle3") or method.endswith("mtp")
 
 
@@ -242,8 +260,8 @@ def _problems(config: Any) -> list[tuple[bool, str]]:
     model, parallel = config.model_config, config.parallel_config
     return [
         (
-            (method := drafting_method(config)) is not None and not _drafts_supported(method),
-            f"speculative decoding by {method} (tested are ngram, MTP, eagle and eagle3)",
+            (method := drafting_method(config)) is not None and not drafts_supported(method),
+            f"speculative decoding by {method} (tested are {DRAFTERS})",
         ),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism (several steps of one request are in flight)"),
         (config.kv_transfer_config is not None, "a KV connector (loads are admissions the plugin cannot hold back)"),

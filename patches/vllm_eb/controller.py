@@ -239,6 +239,7 @@ class Controller:
     def on_verified(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Record, by position, how many drafts of a step were as long, and how many were accepted that far."""
         self._lengths.on_verified(drafted, accepted)
+        self._strategy.on_accepted(accepted)
 
     @property
     def draft_lengths(self) -> Sequence[int] | None:

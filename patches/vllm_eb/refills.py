@@ -265,27 +265,28 @@ SHORTEST_STAY = 0.02  # share of a mean response: a request that would be preemp
 GROWTH_RANGE = 1.25  # the cost of one more sequence is measured up to a batch larger by this factor
 
 
-def payback_steps(
-    costs: StepCosts, per_token_s: float, *, active: int, context_tokens: float, prompt_tokens: float
-) -> float:
-    """Decode steps after which one more sequence has paid for computing its prompt and its output so far again.
+def payback_tokens(
+    costs: StepCosts, per_token_s: float, *, active: int, context_tokens: float, prompt_tokens: float,
+    per_step: float = 1.0,
+) -> float:  # fmt: skip
+    """Tokens after which one more sequence has paid for computing its prompt and its output so far again.
 
     Each of its tokens costs the time it adds to a step, plus ``per_token_s`` when it is recomputed; without the
     sequence, the batch of ``active`` sequences would make its tokens at the batch's mean cost. Infinite if that is not
     more.
     """
     decode_s = costs.decode_at(context_tokens)
-    alone_s = decode_s(active)
-    added_s = (decode_s(GROWTH_RANGE * active) - alone_s) / ((GROWTH_RANGE - 1.0) * active)
+    alone_s = decode_s(active) / per_step
+    added_s = (decode_s(GROWTH_RANGE * active) / per_step - alone_s) / ((GROWTH_RANGE - 1.0) * active)
     saved_s = alone_s / active - added_s - per_token_s
     return per_token_s * prompt_tokens / saved_s if saved_s > 0.0 else math.inf
 
 
-def prompts_that_stay(steps: float, *, active: int, free_tokens: int, prompt_tokens: float) -> float:
-    """Number of mean prompts that can stay for ``steps`` decode steps before the KV cache is full."""
-    if not math.isfinite(steps):
+def prompts_that_stay(tokens: float, *, active: int, free_tokens: int, prompt_tokens: float) -> float:
+    """Number of mean prompts that can stay for ``tokens`` of each sequence before the KV cache is full."""
+    if not math.isfinite(tokens):
         return 0.0
-    return max(free_tokens - steps * active, 0.0) / (prompt_tokens + steps)
+    return max(free_tokens - tokens * active, 0.0) / (prompt_tokens + tokens)
 
 
 class KvRoom:
@@ -452,6 +453,11 @@ class JointRefill:
         self._refill_ends = -1  # last pass of the mixed refill
         self.plan = Plan(math.inf, self._ways[-1], 1)
 
+    @property
+    def hazard(self) -> float:
+        """Probability per token that an answer ends."""
+        return self._answers.ended / self._answers.tokens
+
     def ended(self, output_tokens: int) -> None:
         """Record an answer of ``output_tokens`` that has ended."""
         self._answers.tokens += output_tokens
@@ -475,8 +481,7 @@ class JointRefill:
             self._planned_in = pass_number // PLAN_EVERY_PASSES
             batch = decoding + refill.seqs + refill.half_computed
             share = refill.prompt_tokens / self._step_tokens
-            hazard = self._answers.ended / self._answers.tokens
-            self.plan = self._best(_Workload(batch, hazard, refill.prompt_tokens, share, context_tokens))
+            self.plan = self._best(_Workload(batch, refill.hazard, refill.prompt_tokens, share, context_tokens))
         begins = pass_number % self.plan.period == 0
         if begins:
             # Prompts that end with a step leave none half computed, so what is left of a mixed refill is counted.

@@ -471,7 +471,7 @@ class StepReports:
         scheduler = self._scheduler
         unfinished = [request for request in prefilling if request.is_prefill_chunk]
         queued = sum(r.num_tokens - r.num_computed_tokens for r in (*unfinished, *scheduler.waiting))
-        used = (self._total_blocks - compat.free_blocks(scheduler)) * scheduler.block_size
+        used = (self._total_blocks - compat.free_blocks(scheduler)) * compat.block_tokens(scheduler)
         passes.ended(output, queued, used, len(scheduler.running) > len(unfinished))
 
     def close(self) -> None:

@@ -120,7 +120,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             config.policy,
             config.calibration,
             max_num_seqs=getattr(self, self._limit_name),
-            block_size=self.block_size,
+            block_size=compat.block_tokens(self),
             num_blocks=self._total_blocks,
             max_num_batched_tokens=self.max_num_scheduled_tokens,
             keep_records=config.record is not None,

@@ -49,7 +49,7 @@ class AnswerLength:
         self._lengths = CensoredHazard(window) if product_limit else None
         self._level: float | None = None
         self._prior_tokens = prior_tokens
-        self._steps = 0  # as many as the oldest response can have tokens
+        self._oldest = 0  # tokens that the oldest response can have
         self.mean = prior_tokens
         """The estimate in tokens."""
         self.running_tokens = 0
@@ -57,11 +57,19 @@ class AnswerLength:
 
     def decoded(self, seqs: int) -> None:
         """Record a step with one token for each of ``seqs`` sequences."""
-        self._steps += 1
+        self._oldest += 1
         self.running_tokens += seqs
         self._long.tokens += seqs
         self._short.tokens += seqs
         self._estimate()
+
+    def accepted(self, by_position: Sequence[int]) -> None:
+        """Record further tokens of a step, drafted ones: how many sequences got one or more, two or more, ..."""
+        tokens = sum(by_position)
+        self._oldest += sum(map(bool, by_position))
+        self.running_tokens += tokens
+        self._long.tokens += tokens
+        self._short.tokens += tokens
 
     def ended(self, output_tokens: int) -> None:
         """Record a response that has ended after ``output_tokens``."""
@@ -91,7 +99,7 @@ class AnswerLength:
         level = long.tokens / long.ended if self._level is None else self._level
         self.mean = max(level, short.tokens / short.ended)
         if self._lengths is not None and self._level is None:
-            self.mean = min(self.mean, max(MOST_ASSUMED * self._prior_tokens, MOST_OLDEST * self._steps))
+            self.mean = min(self.mean, max(MOST_ASSUMED * self._prior_tokens, MOST_OLDEST * self._oldest))
 
 
 class FadingMean:
@@ -179,8 +187,8 @@ class TokenDebt:
         self.exceeded = False
         """Whether prompts should wait."""
 
-    def observe(self, now_s: float, *, decoding: int, stepped: bool, answer_tokens: float, reachable: bool) -> None:
-        """Update the debt at ``now_s``. ``stepped``: each of the ``decoding`` sequences got a token since the last
+    def observe(self, now_s: float, *, decoding: int, stepped: float, answer_tokens: float, reachable: bool) -> None:
+        """Update the debt at ``now_s``. ``stepped``: tokens that each of the ``decoding`` sequences got since the last
         call.
 
         ``answer_tokens``: tokens of a mean response. ``reachable``: whether the target can be met at all.
@@ -190,7 +198,7 @@ class TokenDebt:
             self._debt_s, self.exceeded = 0.0, False
             return
         allowance_s = answer_tokens * self._tpot_s
-        paid_s = DEBT_PAID * self._tpot_s if stepped else 0.0
+        paid_s = stepped * DEBT_PAID * self._tpot_s
         self._debt_s = min(max(self._debt_s + passed_s - paid_s, 0.0), DEBT_FORGOTTEN * allowance_s)
         # Two thresholds (hysteresis), so that refills come in bulk.
         self.exceeded = self._debt_s >= (DEBT_LOW if self.exceeded else DEBT_HIGH) * allowance_s

@@ -261,6 +261,9 @@ class Strategy:
     def on_resume(self) -> None:
         """Called when a preempted request is admitted again."""
 
+    def on_accepted(self, by_position: Sequence[int]) -> None:
+        """Called after a step with drafts: how many sequences got one further token or more, two or more, ..."""
+
     def on_finish(self, output_tokens: int) -> None:
         """Called when a request leaves its slot after ``output_tokens`` tokens."""
 

@@ -45,10 +45,11 @@ def test_prompts_without_graphs_on_several_b200_are_said(tmp_path: Path, topolog
 
 
 def test_mixtures_of_experts_with_few_sequences_say_what_they_lack(tmp_path: Path) -> None:
-    words = "too fast with few sequences"
-    load = ("--device", "h200", "--model", "qwen3-30b-a3b")
-    assert words in said(tmp_path / "few", *load, "-c", "2")
-    assert words not in said(tmp_path / "many", *load, "-c", "60")
+    words = "with few sequences on four and more GPUs"
+    load = ("--device", "h200", "--model", "qwen3-30b-a3b", "--topology")
+    assert words in said(tmp_path / "few", *load, "tp=4", "-c", "2")
+    assert words not in said(tmp_path / "many", *load, "tp=4", "-c", "60")
+    assert words not in said(tmp_path / "two GPUs", *load, "tp=2", "-c", "2")  # 4 % there
 
 
 def test_the_host_matters_only_where_it_can_change_the_run(tmp_path: Path) -> None:

@@ -43,16 +43,19 @@ class Server:
         return f"{Path(self.model).stem} on {self.gpu} tp={self.parallel.tp}{experts}"
 
 
-DEEPSEEK = str(Path(__file__).with_name("deepseek-v3.json"))
+DEEPSEEK, QWEN = (str(Path(__file__).with_name(name)) for name in ("deepseek-v3.json", "qwen3.5-397b-a17b.json"))
 _HEADS = {"minimax-m3-eagle3": (1, 3, 5), "qwen3-30b-a3b-eagle3": (5,)}
 _MTP = {"deepseek-v3-mtp": (1,), "deepseek-v4-pro-mtp": (3,)}
+_QWEN_MTP = {"qwen3.5-397b-a17b-mtp": (1, 3, 5)}
 SERVERS = (
     *(Server(gpu, "qwen3-8b", "eagle3", _HEADS) for gpu in ("rtx-pro-6000", "l40s", "h200", "b300")),
     Server("h200", DEEPSEEK, "mtp", _MTP, Parallel(tp=8)),
     Server("b200", DEEPSEEK, "mtp", _MTP, Parallel(tp=8, ep=8)),
+    Server("h200", QWEN, "mtp", _QWEN_MTP, Parallel(tp=8)),
+    Server("b200", QWEN, "mtp", _QWEN_MTP, Parallel(tp=8, ep=8)),
 )
 """DeepSeek-V3 with its own MTP layer: one drafted token with its published acceptance, three with that of its
-successor, for which alone so many are published."""
+successor, for which alone so many are published. Qwen3.5 with its own: three of four layers keep a recurrent state."""
 WORKLOADS = ("balanced", "sharegpt", "prefill-heavy", "decode-heavy")
 ADAPTIVE = "marginal:draft=adaptive"
 POLICIES = ("v1", "eb", "ebplus", "marginal", ADAPTIVE)
@@ -67,9 +70,10 @@ ABOUT = """qwen3-8b on four GPUs without drafts, with 1, 3 and 5 drafted tokens 
 MiniMax-M3's EAGLE-3 head (0.78, 0.60, 0.45, 0.28, 0.24), and with 5 and that for Qwen3-30B-A3B's (0.59, 0.30, 0.15,
 0.08, 0.04); DeepSeek-V3 in FP8 on eight H200 (tp = 8) and eight B200 (tp = 8, experts over all eight) with its own
 MTP layer: 1 drafted token at its published acceptance (0.85), 3 at that of DeepSeek-V4-Pro's (0.79, 0.48, 0.22),
-since for V3 only the first is published (sources: ebbench/spec/acceptance.toml). Its latent attention is priced by
-the extra ebbench[tables]. Qwens with MTP (Qwen3-Next, Qwen3.5) keep a recurrent state, whose KV blocks are not
-simulated with drafts."""
+since for V3 only the first is published; Qwen3.5-397B-A17B in FP8 on the same servers with its own MTP layer, with 1,
+3 and 5 and its published acceptance (0.93, 0.80, 0.66, 0.58, 0.44); three of four of its layers keep a recurrent
+state, and one more per drafted token (sources: ebbench/spec/acceptance.toml). Latent attention, recurrent layers and
+the experts of both are priced by the extra ebbench[tables]."""
 BY_DRAFTS = f"""Output tokens/s of v1 over those without drafts, then gain over v1 with the same drafts, mean over the
 cells and, in brackets, the number of cells in which a policy is more than 1 % ahead of v1. Adaptive: `{ADAPTIVE}`;
 eq. 8: cells in which the theory prefers exclusive batches:"""
@@ -77,9 +81,11 @@ BY_CELL = """By cell: tokens/s of v1, gains of the others, and the advantage of 
 per computed token (positive: exclusive). *: the number of drafted tokens with which v1 is fastest."""
 ABOUT_ADAPTIVE = """`marginal:draft=adaptive` compares steps of decodes alone. Where mixed batches are as fast as
 here, drafts beside prompts cost less than that: on the L40S, whose mixed attention is slow, it drafts too little with 1
-and 3 tokens. Where a server drafts more than its acceptance pays for, it gains most. For DeepSeek-V3 with 128 sequences
-on eight GPUs steps load weights, so drafts pay in any batch, and refills on their own cost more than they
-save."""
+and 3 tokens. Where a server drafts more than its acceptance pays for, it gains most. For DeepSeek-V3 and Qwen3.5 with
+128 sequences on eight GPUs steps load weights, so drafts pay in any batch, and refills on their own cost more than they
+save. Without drafts equation 8 prefers exclusive batches in all Qwen3.5 cells, where they lose: it takes decode steps
+for a straight line, 24.6 ms with 128 sequences on the H200, but they take 29.3, since more sequences load more
+experts."""
 NOTHING = 0.01
 """Gains below this share are called equal."""
 

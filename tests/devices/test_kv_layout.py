@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebbench.devices.base import SINGLE, Device
+from ebbench.devices.base import SINGLE, Device, Parallel
 from ebbench.devices.capacity import layout_with
-from ebbench.devices.geometry import KvGroup, KvLayout, ModelGeometry, attention, kv_layout
-from ebbench.devices.loader import load_device
+from ebbench.devices.geometry import KvGroup, KvLayout, Mixer, ModelGeometry, attention, kv_layout
+from ebbench.devices.loader import check_drafts, load_device
 from ebbench.devices.profiles import find_model
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
-from ebbench.spec.server import EngineOptions
+from ebbench.spec.server import EngineOptions, parse_speculative
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 
@@ -101,7 +101,34 @@ def test_a_sequence_has_one_state_without_prefix_caching(tmp_path: Path) -> None
 
 def test_a_state_takes_the_same_for_every_length() -> None:
     layout = KvLayout((KvGroup(1, 16), KvGroup(3, 16, per_sequence=2)), 1, 4096, 256)
-    assert held(layout, 16, 0) - 1 == held(layout, 1600, 1599) - 100 == 6
+    assert held(layout, 16, 0) - 1 == held(layout, 1600, 1599) - 100 == 3
+
+
+def test_a_state_has_a_second_block_until_its_block_is_computed() -> None:
+    """And one per drafted token, at any length: 16 tokens per block, two tables."""
+    layout = KvLayout((KvGroup(2, 16, per_sequence=5, drafts=3),), 1, 4096, 256)
+    blocks = {(32, 31): 4, (33, 32): 5, (34, 33): 4}
+    assert {ends: held(layout, *ends) // 2 for ends in blocks} == blocks
+    assert (layout.first(500), layout.most(500)) == (2 * 4, 2 * 5)
+
+
+def test_a_pool_without_room_for_a_state_names_no_length_of_zero() -> None:
+    layout = KvLayout((KvGroup(1, 16), KvGroup(3, 16, per_sequence=2)), 1, 4096, 256)
+    device = replace(load_device("h200", "qwen3-8b"), kv_layout=layout, profile=None)
+    plan = build_plan("balanced", num_prompts=4, max_concurrency=4)
+    with pytest.raises(UsageError, match=r"holds 0, so it cannot run; give it more memory$"):
+        SimEngine().run(plan, parse_policy("v1"), device, EngineOptions(num_kv_blocks=8))
+
+
+def test_a_longer_state_per_drafted_token_makes_blocks_longer() -> None:
+    """Qwen3.5 on eight GPUs: the convolution keeps five inputs more of 2 x 12,288 / 8 bytes."""
+    model = find_model("tests/benchmarks/qwen3.5-397b-a17b.json")
+    tokens = []
+    for drafts in (0, 5):
+        layout = layout_with(model.with_drafter(0, drafts), Parallel(tp=8), 8192, "0.32", drafts=drafts)
+        assert layout is not None
+        tokens.append(layout.state_block_tokens)
+    assert tokens == [528, 544]
 
 
 def test_all_layers_alike_need_no_groups() -> None:
@@ -196,3 +223,22 @@ def test_states_do_not_take_memory_for_sequences_that_are_not_there(tmp_path: Pa
     assert device.geometry is not None
     assert device.geometry.state_bytes * 1024 > 140e9
     assert device.kv_capacity_tokens > 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("mixer", "said"),
+    [
+        (Mixer("window", 3, cached=64, window=128), "keep a window of tokens"),
+        (Mixer("state", 3, state_bytes=4096), "keep a state without a convolution"),
+        (Mixer("state", 3, state_bytes=4096, draft_bytes=64), ""),
+    ],
+)
+def test_drafts_are_refused_where_vllm_rules_are_not_simulated(mixer: Mixer, said: str) -> None:
+    model = ModelGeometry("m", "m", 4, 64, 4, 2, 16, 256, 1000, own_mixers=(mixer, attention("full", 1, 64, 4, 2, 16)))
+    drafts = parse_speculative("method=ngram,acceptance=0.5")
+    if not said:
+        check_drafts(drafts, model)
+        return
+    with pytest.raises(UsageError, match=said) as refused:
+        check_drafts(drafts, model)
+    assert "\n" not in str(refused.value)

@@ -9,6 +9,7 @@ from statistics import median
 import numpy as np
 import pytest
 
+from ebbench.config.topology import parse_topology
 from ebbench.devices.base import Parallel, StepShape, quantised
 from ebbench.devices.layers import Collectives, nearest, scaled_times, shapes_measured, step_arrays
 from ebbench.devices.library import select
@@ -18,6 +19,8 @@ from ebbench.devices.surfaces import lower_envelope, without_spikes
 from ebbench.papers.fidelity.case import Case
 from ebbench.papers.fidelity.cases_servers import measured_servers
 from ebbench.papers.fidelity.runs import run_cases
+from ebbench.runs.execute import Task, make
+from ebbench.spec.run import simulated
 
 KB = 1024.0
 
@@ -105,7 +108,7 @@ def shortened(case: Case) -> Case:
     ("device", "model", "start", "most"),
     [
         ("h200", "llama-3.1-70b", "tp=1, 922 in, 922 out, c=32", 0.05),
-        ("h100", "llama-3.1-70b", "tp=4, 922 in, 922 out, c=16", 0.08),
+        ("h100", "llama-3.1-70b", "tp=4, 922 in, 922 out, c=16", 0.09),  # with the KV cache in 16 bits that it had
         ("h200", "gpt-oss-120b", "tp=2, 922 in, 922 out, c=16", 0.12),
         ("b200", "minimax-m2.5", "tp=4, 922 in, 922 out, c=32", 0.12),
         ("h100", "llama-3.1-8b", "tp=1, 203 in, 64 out, 61.79/s", 0.10),
@@ -152,3 +155,50 @@ def test_what_a_version_does_not_set_is_said(version: str | None, said: bool) ->
 def test_gpt_oss_on_blackwell_says_its_activations(device: str, said: bool) -> None:
     warnings = map(str, load_device(device, "gpt-oss-120b").warnings)
     assert any("activations in MXFP8" in text for text in warnings) is said
+
+
+def caveats_of(device: str, model: str, version: str, open_requests: int, tp: int = 1, prompt: int = 512) -> set[str]:
+    """Codes of the caveats of a closed loop's run."""
+    run = simulated(
+        "balanced", "v1", device, model, 8, 8192, topology=parse_topology(f"tp={tp}"),
+        num_prompts=2 * open_requests, max_concurrency=open_requests, input_len=prompt, output_len=64,
+        length_distribution="fixed",
+    ).changed(vllm_version=version, front_end_ms=None)  # fmt: skip
+    return {told["code"] for told in make(Task(run)).figures["warnings"]}
+
+
+def test_each_run_of_a_process_says_what_its_own_version_is() -> None:
+    for version in ("0.22", "0.18", "0.22"):
+        assert ("older-vllm" in caveats_of("h200", "qwen3-8b", version, 4, 2)) is (version == "0.18")
+
+
+@pytest.mark.parametrize(
+    ("version", "open_requests", "said"), [("0.11", 64, True), ("0.11", 4, False), ("0.19", 64, False)]
+)
+def test_a_queue_before_an_older_server_is_said(version: str, open_requests: int, said: bool) -> None:
+    assert ("older-vllm-queue" in caveats_of("h100", "qwen3-8b", version, open_requests, prompt=6000)) is said
+
+
+@pytest.mark.parametrize(("tp", "said"), [(1, False), (4, True)])
+def test_few_sequences_of_a_mixture_matter_on_four_gpus(tp: int, said: bool) -> None:
+    assert ("experts-few-sequences" in caveats_of("h200", "gpt-oss-120b", "0.22", 2, tp)) is said
+
+
+def test_experts_of_older_versions_are_said_on_blackwell() -> None:
+    assert "older-vllm-experts" in caveats_of("b200", "gpt-oss-120b", "0.13", 4)
+    assert "older-vllm-experts" not in caveats_of("b200", "gpt-oss-120b", "0.22", 4)
+    assert "older-vllm-experts" not in caveats_of("h200", "gpt-oss-120b", "0.13", 4)
+
+
+def test_servers_of_h100_had_the_kv_cache_that_their_waiting_shows() -> None:
+    """InferenceX, 70B on two H100: 32 requests of 7,373 tokens waited 6.5 s on average, so not all fitted at once."""
+    cases = [c for c in measured_servers() if (c.device, c.model) == ("h100", "llama-3.1-70b")]
+    (case,) = (c for c in cases if c.name == "tp=2, 7373 in, 922 out, c=32")
+    cells = {cell.metric: cell for cell in run_cases([shortened(case)], 0, lambda _: None)}
+    assert cells["ttft_mean_s"].ours > 2.0
+    assert abs(cells["tpot_mean_ms"].error) < 0.15
+
+
+@pytest.mark.parametrize(("prompt", "said"), [(64, True), (12_000, False)])
+def test_a_front_end_that_decides_the_first_token_is_said(prompt: int, said: bool) -> None:
+    assert ("front-end-decides" in caveats_of("h100", "llama-3.1-8b", "0.22", 1, prompt=prompt)) is said

@@ -294,6 +294,22 @@ def test_the_decoder_within_a_model_of_images_is_read(tmp_path: Path, key: str) 
     assert "the time of its encoder is left out, its weights are estimated" in model.note
 
 
+@pytest.mark.parametrize("within", [True, False])
+def test_whoever_has_the_head_says_whether_it_is_tied(tmp_path: Path, within: bool) -> None:
+    """vLLM takes the outer value, whatever the decoder's own says."""
+    outer = {"model_type": "anything_vl", "tie_word_embeddings": not within}
+    model = read(tmp_path, {**outer, "text_config": {**LLAMA, "tie_word_embeddings": within}})
+    assert model.tied_embeddings is not within
+
+
+def test_windows_of_a_step_model_have_heads_of_their_own(tmp_path: Path) -> None:
+    step = {**LLAMA, "model_type": "step3p5", "layer_types": ["full_attention", "sliding_attention"] * 4,
+            "sliding_window": 512, "head_dim": 64, "n_routed_experts": 8, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 512}  # fmt: skip
+    narrow, wide = read(tmp_path, step), read(tmp_path, step, num_sliding_attention_heads=32)
+    assert wide.params - narrow.params == 4 * 2 * 16 * 64 * 1024
+
+
 @pytest.mark.usefixtures("without_library")
 def test_kinds_without_tables_are_estimated_and_said(tmp_path: Path) -> None:
     """On eight GPUs, since a roofline of them as a whole does not exist."""

@@ -15,7 +15,7 @@ from ebbench.papers.fidelity import scoreboard
 from ebbench.papers.fidelity.case import Case
 from ebbench.papers.fidelity.cases import table6
 from ebbench.papers.fidelity.cases_servers import FAILED_NOTE, server_cases, silicon, table20
-from ebbench.papers.fidelity.report import BOARD, front
+from ebbench.papers.fidelity.report import AUDIT_PAGE, BOARD, front, read_cells
 from ebbench.papers.fidelity.runs import replay_cells, run_cases
 from ebbench.papers.fidelity.scores import PublishedFigure
 
@@ -140,3 +140,42 @@ def test_prompts_of_128k_tokens_stay_as_near_as_they_are() -> None:
 def test_the_replayed_run_is_no_worse_than_committed() -> None:
     rows = scoreboard.scoreboard(replay_cells())
     assert not scoreboard.losses(rows, scoreboard.load(COMMITTED))
+
+
+def server(metric: str, error: float, *caveats: str, scored: bool = True) -> PublishedFigure:
+    """A figure of a measured server, off by ``error``, with what our run says about itself."""
+    return PublishedFigure(
+        "InferenceX, a model", "gpu", "m", "case", "v1", metric, 1.0, 1.0 + error, scored=scored, caveats=caveats
+    )
+
+
+@pytest.mark.parametrize(
+    ("cell", "verdict"),
+    [
+        (server("ttft_mean_s", -0.2), ""),
+        (server("ttft_mean_s", -0.4), "missing"),
+        (server("ttft_mean_s", -0.4, "experts-first-tokens", "few-requests"), "said"),
+        (server("ttft_mean_s", -0.4, "experts-few-sequences"), "missing"),  # it is about another figure
+        (server("ttft_mean_s", 0.4, "experts-first-tokens"), "missing"),  # the other direction
+        (server("ttft_mean_s", 0.2, "experts-first-tokens"), "against"),
+        (server("tpot_mean_ms", -0.2, "older-vllm"), "said"),
+        (server("tpot_mean_ms", -0.5, "older-vllm"), "missing"),  # far beyond what it says
+    ],
+)
+def test_the_audit_asks_whether_a_caveat_covers_the_error(cell: PublishedFigure, verdict: str) -> None:
+    (row,) = scoreboard.audited([cell])
+    assert row.verdict == verdict
+
+
+def test_the_audit_leaves_out_other_sources_and_doubtful_figures() -> None:
+    assert not scoreboard.audited([made(10.0), server("ttft_mean_s", -0.5, scored=False)])
+
+
+def test_silent_rows_of_the_committed_report_are_as_near_as_promised() -> None:
+    audit = scoreboard.audited(read_cells(COMMITTED.parent))
+    silent = [row for row in audit if not row.caveats]
+    assert len(audit) > 600
+    assert sum(not row.verdict for row in silent) >= 0.9 * len(silent)
+    assert sum(row.verdict == "missing" for row in audit) <= 0.05 * len(audit)
+    page = (COMMITTED.parent / AUDIT_PAGE).read_text(encoding="utf-8").partition("## By row")[2]
+    assert page.count("\n| ") == len(audit) + 2

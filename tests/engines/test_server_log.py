@@ -82,6 +82,8 @@ def test_a_taken_port_comes_with_the_remedy() -> None:
     [
         ("NotImplementedError: Unsupported speculative method: 'mtp'", "no layers for multi-token prediction"),
         ("ValueError: num_speculative_tokens was provided but without speculative model.", 'head as "model"'),
+        ("NotImplementedError: Unsupported speculative method: 'mlp_speculator'", "holds no head for this method"),
+        ("ValueError: Model architectures ['EagleQwen3ForCausalLM'] are not supported for now.", "holds no head"),
         ("ValueError: num_speculative_tokens must be provided with speculative model", '"num_speculative_tokens"'),
     ],
 )

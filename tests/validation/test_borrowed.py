@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ folder, how = pathlib.Path(after("--output")), json.loads(pathlib.Path(after("--
 (folder / "steps/round-1").mkdir(parents=True, exist_ok=True)
 with (folder / "calls.jsonl").open("a") as calls:
     calls.write(json.dumps(words) + "\\n")
-if how.get("fails") and "--optimization-level" not in words:
+if how.get("fails") == "always" or how.get("fails") and "--optimization-level" not in words:
     sys.exit(4)
 if float(after("--max-time")) > 1 and how.get("hangs"):
     if how["hangs"] == "late":
@@ -124,6 +125,23 @@ def test_a_vllm_that_does_not_start_is_tried_without_compilation(
     assert "ended with exit code 4" in capsys.readouterr().out
     (words,) = calls(tmp_path / "store" / "measured-eager")
     assert words[-5:] == ["--", "--dtype", "auto", "--optimization-level", "0"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_without_vllm_steps_are_measured_with_torch_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "intermediate_size": 64, "vocab_size": 100,
+    }  # fmt: skip
+    grid = borrowed.StepGrid((4, 8), (2, 4), (8, 16), repeats=1)
+    monkeypatch.setattr(borrowed, "StepGrid", lambda: grid)
+    assert measured(packed(tmp_path, fails="always", **sizes), 600.0) == 0
+    stored = json.loads((tmp_path / "out" / "steps-parts.json").read_bytes())
+    assert len(stored["steps"]) == len(grid.points())
+    assert "vLLM does not run here" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("hangs", "status"), [("late", 0), ("early", 1)])

@@ -236,6 +236,16 @@ def test_settings_of_the_measurement_reach_its_runs() -> None:
     assert (real.server.max_num_seqs, real.server.num_kv_blocks, real.server.async_scheduling) == (8, 593, False)
 
 
+def test_requests_longer_than_the_measured_steps_fit(tmp_path: Path) -> None:
+    """They did not where vLLM runs on a CPU, whose steps are short: said after minutes of measuring."""
+    grid = ["--tokens", "32,128", "--seqs", "2,16", "--contexts", "32,256"]
+    result = invoke(
+        *small(*grid, "--input-len", 512, "--output-len", 128, "--loads", "4"), "--policy", "v1", "-o", tmp_path
+    )
+    assert "max_model_len" not in result.output
+    assert result.exit_code in (0, 5), result.output
+
+
 def test_predictions_of_a_real_vllm_have_an_api_server_unless_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     from ebbench.errors import UnknownNameError
 

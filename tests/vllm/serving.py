@@ -13,7 +13,7 @@ import random
 import re
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from tests.processes.process_tree import assert_gone, descendants, wait_until
 from tests.vllm.whole_command import begin
 
 REQUESTS, CLIENTS = 320, 24
+H200 = ("--device", "h200", "--device-model", "qwen3-8b")
 STARTED_S, ANSWERED_S, ENDED_S = 540.0, 300.0, 60.0
 SCHEMA = {
     "type": "object",
@@ -181,16 +182,21 @@ def samples(url: str) -> dict[str, float]:
 
 
 @contextmanager
-def server(model: Path, policy: str, log: Path, *options: str, log_level: str = "INFO") -> Iterator[str]:
-    """``ebbench serve`` on the CPU; its URL. ``options`` are vLLM's. Its processes must all end with it."""
+def server(
+    model: Path, policy: str, log: Path, *options: str, log_level: str = "INFO", costs: Sequence[str] = H200
+) -> Iterator[str]:
+    """``ebbench serve`` on the CPU; its URL. ``options`` are vLLM's; ``costs``: where the policy's step times are from.
+
+    Its processes must all end with it.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     environment |= {"VLLM_LOGGING_LEVEL": log_level, "VLLM_LOG_STATS_INTERVAL": "1"}
     command = [
-        "serve", str(model), "--policy", policy, "--device", "h200",
-        "--device-model", "qwen3-8b", "--port", str(port), "--", "--enforce-eager", "--max-model-len", "512",
+        "serve", str(model), "--policy", policy, *costs, "--port", str(port), "--", "--enforce-eager",
+        "--max-model-len", "512",
         "--max-num-seqs", "12", "--max-num-batched-tokens", "128", "--dtype", "float32", "--served-model-name", "small",
         # Or a model with random weights would write blanks between the parts of its JSON for ever.
         "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}', *options,

@@ -18,7 +18,7 @@ from tests.vllm.emulation import (
     run_emulated,
     run_sim,
 )
-from vllm_eb.policy import least_seqs, parse_policy
+from vllm_eb.policy import least_seqs, parse_policy, policy_types
 
 pytestmark = pytest.mark.vllm
 
@@ -47,12 +47,9 @@ def random_drafts(seed: int) -> tuple[Plan, str, EngineOptions]:
     )
 
 
-RIVALS = ("ppas", "slochunk", "cadence", "delayer", "batchwait", "deferred")
-
-
-@pytest.mark.parametrize("kind", RIVALS)
-@pytest.mark.parametrize("seed", range(500, 512))
-def test_equal_with_drafts_under_the_rivals(kind: str, seed: int) -> None:
+@pytest.mark.parametrize("kind", policy_types())
+@pytest.mark.parametrize("seed", range(500, 510))
+def test_equal_with_drafts_under_every_policy(kind: str, seed: int) -> None:
     plan, _, options = random_drafts(seed)
     policy = draw_policy(kind, seed, options.running_limit, options.max_num_batched_tokens)
     sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)
@@ -60,11 +57,19 @@ def test_equal_with_drafts_under_the_rivals(kind: str, seed: int) -> None:
     assert sim.requests["output_tokens"].to_pylist() == plan.table["output_tokens"].to_pylist()
 
 
-@pytest.mark.parametrize("seed", range(600, 630))
+def adaptive(seed: int, options: EngineOptions) -> str:
+    """``marginal`` with draft lengths that adapt, in every other case with further settings drawn at random."""
+    if seed % 2:
+        return f"marginal:draft=adaptive,update_every={1 + seed % 9}"
+    drawn = draw_policy("marginal", seed, options.running_limit, options.max_num_batched_tokens)
+    return f"{drawn}{',' if ':' in drawn else ':'}draft=adaptive"
+
+
+@pytest.mark.parametrize("seed", range(600, 640))
 def test_equal_with_drafts_whose_length_adapts(seed: int) -> None:
     plan, _, options = random_drafts(seed)
     assert options.drafts is not None
-    device, policy = drafting_device(options.drafts.tokens), f"marginal:draft=adaptive,update_every={1 + seed % 9}"
+    device, policy = drafting_device(options.drafts.tokens), adaptive(seed, options)
     sim, emulated = run_sim(plan, policy, device, options), run_emulated(plan, policy, device, options)
     assert differences(sim, emulated) == []
     assert sim.facts["speculative"] == emulated.facts["speculative"]
@@ -74,10 +79,10 @@ def test_equal_with_drafts_whose_length_adapts(seed: int) -> None:
 def test_drafts_adapt_where_the_engines_are_compared() -> None:
     """Full at first, shorter afterwards: else the test above would compare nothing that varies."""
     shorter = 0
-    for seed in range(600, 630):
+    for seed in range(600, 640):
         plan, _, options = random_drafts(seed)
         assert options.drafts is not None
-        device, policy = drafting_device(options.drafts.tokens), f"marginal:draft=adaptive,update_every={1 + seed % 9}"
+        device, policy = drafting_device(options.drafts.tokens), adaptive(seed, options)
         drafted = run_sim(plan, policy, device, options).facts["speculative"]["drafted"]
         whole = run_sim(plan, "marginal", device, options).facts["speculative"]["drafted"]
         shorter += drafted[-1] < whole[-1]

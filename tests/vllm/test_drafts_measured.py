@@ -11,23 +11,33 @@ from typer.testing import CliRunner
 from ebbench.cli.main import app
 from ebbench.client.prefix_cache import drafts
 from ebbench.records.run import Run
+from tests.vllm.emulation import drafting_device
 from tests.vllm.serving import server
+from vllm_eb.calibration import calibration_to_json
 
+TOKENS = 3
 N_GRAMS = {
-    "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2,
-    "num_speculative_tokens_per_batch_size": [[1, 1, 3]],
+    "method": "ngram", "num_speculative_tokens": TOKENS, "prompt_lookup_min": 1, "prompt_lookup_max": 2,
+    "num_speculative_tokens_per_batch_size": [[1, 1, TOKENS]],
 }  # fmt: skip
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("policy", [pytest.param("v1", marks=pytest.mark.nightly), "marginal:draft=adaptive"])
-def test_answers_and_counters_of_a_server_tell_the_same(policy: str, small_model_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("policy", "adapts"),
+    [pytest.param("v1", False, marks=pytest.mark.nightly), ("marginal:draft=adaptive,update_every=8", True)],
+)
+def test_answers_and_counters_of_a_server_tell_the_same(
+    policy: str, adapts: bool, small_model_folder: Path, tmp_path: Path
+) -> None:
     options = ("--speculative-config", json.dumps(N_GRAMS), "--per-request-spec-decode-metrics", "summary")
-    with server(small_model_folder, policy, tmp_path / "server.log", *options) as url:
+    (costs := tmp_path / "costs.json").write_text(calibration_to_json(drafting_device(TOKENS).calibration))
+    known = ("--calibration", str(costs))
+    with server(small_model_folder, policy, tmp_path / "server.log", *options, costs=known) as url:
         measured = CliRunner().invoke(
             app,
             ["run", "balanced", "--engine", url, "--model", "small", "--policy", policy, "--vocab-size", "500", "-n",
-             "16", "-c", "4", "--input-len", "40", "--output-len", "60", "--quiet", "--lag-limit-ms", "60000",
+             "60", "-c", "10", "--input-len", "40", "--output-len", "40", "--quiet", "--lag-limit-ms", "60000",
              "-o", str(tmp_path / "run")],
         )  # fmt: skip
     assert measured.exit_code == 0, measured.output
@@ -35,6 +45,8 @@ def test_answers_and_counters_of_a_server_tell_the_same(policy: str, small_model
     told = run.manifest.facts["speculative"]
     assert told["source"] == "answers"
     assert 0 < told["accepted_tokens"] < sum(told["drafted"])
+    drafted = sum(told["drafted"]) / told["steps"]
+    assert 1.0 <= drafted < 0.9 * TOKENS if adapts else drafted > 0.95 * TOKENS
     silent = run.table("requests").drop_columns(["accepted_tokens"])
     counted = drafts(silent, run.table("server_metrics"))["speculative"]
     assert [counted[name] for name in ("steps", "drafted", "accepted")] == [

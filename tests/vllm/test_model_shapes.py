@@ -1,4 +1,5 @@
-"""Every decoder that transformers knows: parameters and KV cache as in its own classes, or refused.
+"""Every decoder that transformers knows, within models of images too: parameters and KV cache as in its own classes,
+or refused.
 
 The models have no weights (``meta`` device) and the sizes that their classes have by default.
 """
@@ -29,6 +30,7 @@ SET: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba"] * 5 + ["attention"], "num_hidden_layers": 6},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 4, "moe_topk": 2},
+    "hunyuan_vl": {"text_config": {"head_dim": 128}},
     "lfm2": {"full_attn_idxs": [2, 5, 8]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 2, "num_hidden_layers": 6},
     "minimax_m3_vl_text": {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57},
@@ -38,27 +40,37 @@ SET: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 1024},
 }
 LISTS = ("layer_types", "mlp_layer_types")
-LEAST_READ = 85
+LEAST_READ = 120
 """Types that are read today: fewer would mean that a rule was lost."""
+BESIDE_TEXT = re.compile(
+    r"vision|visual|image|audio|speech|projector|connector|multi_modal|aligner|resampler|qformer|query_tokens|tower|"
+    r"merger|patch|adapter|downsample|vqmodel|generation_|vit|sam_"
+)
+"""Names of parts of a model of images that are not its decoder's."""
 
 
 def built(kind: str) -> tuple[Any, dict[str, Any]]:
-    """A model of this type without weights, and its config.json."""
+    """A model of this type without weights, and its config.json, which has the decoder's within it for models of
+    images."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    config = CONFIG_MAPPING[kind](**SET.get(kind, {})).get_text_config(decoder=True)
+    config = CONFIG_MAPPING[kind](**SET.get(kind, {}))
+    text = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    config = config.get_text_config(decoder=True) if text else config
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = (AutoModelForCausalLM if text else AutoModelForImageTextToText).from_config(config)
     return model, json.loads(config.to_json_string(use_diff=False))
 
 
 def decoders() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Every type that can be built here."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto
 
-    for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    images = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    for kind in sorted({*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *images}):
         try:
             model, config = built(kind)
         except Exception:  # a class whose defaults make no model, each for reasons of its own
@@ -70,7 +82,7 @@ def kv_elements(model: Any) -> int:
     """Keys and values per token that the projections of all layers give; latents where they are shared."""
     total = 0
     for name, module in model.named_modules():
-        if re.search(r"vision|audio|encoder\.|indexer|linear_attn", name):
+        if BESIDE_TEXT.search(name) or re.search(r"encoder\.|indexer|linear_attn", name):
             continue
         parts = {child: each for child, each in module.named_children() if hasattr(each, "weight")}
         if hasattr(module, "forget_gate"):  # Kimi's linear layers
@@ -111,7 +123,8 @@ def read(folder: Path, config: dict[str, Any]) -> ModelGeometry | str:
 def differences(geometry: ModelGeometry, model: Any, config: dict[str, Any]) -> list[str]:
     """What is not as in the class itself."""
     found = []
-    parameters = sum(each.numel() for each in model.parameters())
+    config = config.get("text_config") or config
+    parameters = sum(each.numel() for name, each in model.named_parameters() if not BESIDE_TEXT.search(name))
     if abs(geometry.params / parameters - 1.0) > 0.01:
         found.append(f"{geometry.params:,} parameters, not {parameters:,}")
     kept = sum(mixer.layers * mixer.cached for mixer in geometry.mixers)

@@ -25,7 +25,7 @@ def rule(
 
 
 def way(made: JointRefill, pass_number: int, *, decoding: int = 60, seqs: int = 4, must: bool = False) -> str:
-    refill = Refill(seqs, 500.0)
+    refill = Refill(seqs, 500.0, hazard=made.hazard)
     return made.choose(decoding=decoding, context_tokens=500.0, refill=refill, must=must, pass_number=pass_number).way
 
 
@@ -86,7 +86,7 @@ def test_a_mixed_refill_goes_on_until_its_prompts_are_computed(seqs: int, prompt
     )
     left, taken, pass_number = float(seqs), 0, 0
     while left > 0 and pass_number < made.plan.period:
-        refill = Refill(left, prompt_tokens)
+        refill = Refill(left, prompt_tokens, hazard=made.hazard)
         found = made.choose(decoding=60, context_tokens=500.0, refill=refill, must=False, pass_number=pass_number).way
         if found == "prefill":
             return  # exclusive refills are continued by their phase

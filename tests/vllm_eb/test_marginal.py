@@ -14,7 +14,7 @@ from vllm_eb.calibration import Calibration, CostGrid, LinearCosts, MixedCost
 from vllm_eb.controller import Controller
 from vllm_eb.policies.marginal import MarginalPolicy, MarginalSpec
 from vllm_eb.policy import parse_policy
-from vllm_eb.refills import PAYBACK_FACTOR, MarginalRefill, Refill, payback_steps, prompts_that_stay
+from vllm_eb.refills import PAYBACK_FACTOR, MarginalRefill, Refill, payback_tokens, prompts_that_stay
 from vllm_eb.service import TPOT_SHARE
 from vllm_eb.strategy import EngineFacts, Lengths, View
 from vllm_eb.theory import base_threshold
@@ -305,32 +305,33 @@ def test_a_nearly_late_first_token_admits_what_answers_can_spare(
 
 @given(
     alpha_d=st.floats(0, 0.1), beta_d=st.floats(0, 1e-3), beta_p=st.floats(1e-6, 1e-3),
-    active=st.integers(1, 2000), prompt=st.floats(1, 10_000),
+    active=st.integers(1, 2000), prompt=st.floats(1, 10_000), per_step=st.floats(1, 8),
 )  # fmt: skip
 def test_a_sequence_pays_for_its_second_prefill_with_cheaper_tokens(
-    alpha_d: float, beta_d: float, beta_p: float, active: int, prompt: float
+    alpha_d: float, beta_d: float, beta_p: float, active: int, prompt: float, per_step: float
 ) -> None:
-    """With linear costs one more sequence saves alpha_d / n per token, whatever its own cost."""
-    assume(abs(alpha_d / active - beta_p) > 1e-6 * (alpha_d / active + beta_d))  # else rounding decides
+    """With linear costs one more sequence saves alpha_d / n per token of a step, whatever its own cost."""
+    saved_s = alpha_d / per_step / active
+    assume(abs(saved_s - beta_p) > 1e-6 * (saved_s + beta_d))  # else rounding decides
     costs = LinearCosts(1e-3, beta_p, alpha_d, beta_d, 1e-3)
-    steps = payback_steps(costs, beta_p, active=active, context_tokens=100, prompt_tokens=prompt)
-    if math.isfinite(steps):
-        assert steps * alpha_d / active == pytest.approx(beta_p * (prompt + steps), rel=1e-3)
+    tokens = payback_tokens(costs, beta_p, active=active, context_tokens=100, prompt_tokens=prompt, per_step=per_step)
+    if math.isfinite(tokens):
+        assert tokens * saved_s == pytest.approx(beta_p * (prompt + tokens), rel=1e-3)
     else:
-        assert alpha_d / active <= beta_p
+        assert saved_s <= beta_p
 
 
 @given(
-    steps=st.one_of(st.just(math.inf), st.floats(0, 1e6)), active=st.integers(1, 2000),
+    tokens=st.one_of(st.just(math.inf), st.floats(0, 1e6)), active=st.integers(1, 2000),
     free=st.integers(0, 1_000_000), prompt=st.floats(1, 10_000),
 )  # fmt: skip
 def test_admitted_prompts_fit_until_they_have_paid_for_themselves(
-    steps: float, active: int, free: int, prompt: float
+    tokens: float, active: int, free: int, prompt: float
 ) -> None:
-    more = prompts_that_stay(PAYBACK_FACTOR * steps, active=active, free_tokens=free, prompt_tokens=prompt)
+    more = prompts_that_stay(PAYBACK_FACTOR * tokens, active=active, free_tokens=free, prompt_tokens=prompt)
     assert more >= 0.0
     if more > 0.0:
-        assert more * prompt + (active + more) * PAYBACK_FACTOR * steps <= free * (1 + 1e-9)
+        assert more * prompt + (active + more) * PAYBACK_FACTOR * tokens <= free * (1 + 1e-9)
 
 
 def test_cached_prompt_tokens_are_not_counted_as_work() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -102,6 +103,30 @@ def test_after_a_shift_to_longer_answers_the_short_memory_counts() -> None:
     assert length.mean > 400
 
 
+@pytest.mark.parametrize("product_limit", [False, True])
+@pytest.mark.parametrize("rates", [(0.3,), (0.9, 0.8, 0.7), (1.0,) * 5])
+def test_with_drafts_the_mean_answer_counts_tokens_not_steps(product_limit: bool, rates: tuple[float, ...]) -> None:
+    """A step gives each of 200 sequences a token and the drafts that are accepted; answers have 90 to 110 tokens."""
+    length = AnswerLength(prior_tokens=100, window=500, product_limit=product_limit)
+    dice, ended = random.Random(2), 0
+    left = [dice.randint(1, 100) for _ in range(200)]
+    whole = list(left)
+    while ended < 4000:
+        luck = [dice.random() for _ in left]
+        length.decoded(len(left))
+        length.accepted([sum(one < rate for one in luck) for rate in rates])
+        for slot, one in enumerate(luck):
+            left[slot] -= 1 + sum(one < rate for rate in rates)
+            if left[slot] <= 0:
+                length.ended(whole[slot])
+                left[slot] = whole[slot] = dice.randint(90, 110)
+                ended += 1
+                if ended % 100 == 0:
+                    length.update(lambda: [max(all_ - rest, 0) for all_, rest in zip(whole, left, strict=True)])
+    # Drafts that are accepted beyond an answer's end are counted: at most a step's tokens per answer.
+    assert 97.0 < length.mean < 103.0 + len(rates)
+
+
 def closed_loop(length: AnswerLength, seqs: int, steps: int, *, update_every: int = 100) -> list[float]:
     """Means after each update of a loop that starts full; answers uniform from 1 to 511 tokens, 256 on average."""
     rng = random.Random(1)
@@ -147,8 +172,8 @@ def test_the_mean_answer_is_the_product_limit_mean_in_the_end() -> None:
     assert all(0.9 * 256 < mean < 1.35 * 256 for mean in means[10:])
 
 
-def debt_after(steps: list[tuple[float, bool]], *, reachable: bool = True, decoding: int = 10) -> TokenDebt:
-    """Steps of so many seconds, that give a token or none, with a target of 0.1 s and answers of 200 tokens."""
+def debt_after(steps: Sequence[tuple[float, float]], *, reachable: bool = True, decoding: int = 10) -> TokenDebt:
+    """Steps of so many seconds, that give so many tokens, with a target of 0.1 s and answers of 200 tokens."""
     debt, now_s = TokenDebt(0.1), 0.0
     debt.observe(now_s, decoding=0, stepped=False, answer_tokens=200, reachable=reachable)
     for length_s, stepped in steps:
@@ -165,6 +190,12 @@ def test_prompts_wait_while_answers_are_behind_their_target() -> None:
     assert not debt_after([(0.05, True)] * 1000 + [(0.4, False)]).exceeded
     # Time saved before the target was missed does not count.
     assert debt_after([(0.05, True)] * 1000 + behind).exceeded
+
+
+def test_every_token_of_a_step_with_drafts_pays_for_its_time() -> None:
+    assert debt_after([(0.25, 1)] * 20).exceeded
+    assert not debt_after([(0.25, 3)] * 20).exceeded
+    assert debt_after([(0.25, 2.5)] * 60).exceeded
 
 
 def test_prompts_do_not_wait_for_unreachable_or_long_missed_targets() -> None:

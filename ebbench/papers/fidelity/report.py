@@ -22,7 +22,7 @@ from ebbench.papers.fidelity.cases_iog import iog_cells
 from ebbench.papers.fidelity.cases_kv import kv_cells
 from ebbench.papers.fidelity.pages import PAGES, Page, is_variant, pictures, source_page
 from ebbench.papers.fidelity.runs import calibration_cells, cells_of, replay_cells, runs_of_cases
-from ebbench.papers.fidelity.scoreboard import FIGURES, Row
+from ebbench.papers.fidelity.scoreboard import FIGURES, Audited, Row
 from ebbench.papers.fidelity.scores import (
     Decisions,
     PublishedFigure,
@@ -43,25 +43,12 @@ REPEATED = "table 3"  # single runs vary more than its differences, and its runs
 # The tables of the fidelity report as sections of a document.
 
 
-def _share(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.1%}"
-
-
-def _digits(value: float) -> str:
-    return f"{value:.4g}"
+_SHARE, _SIGNED, _DIGITS = "{:.1%}".format, "{:+.1%}".format, "{:.4g}".format
 
 
 def _or_none(value: float) -> float | None:
     """None for NaN: a run that ended without the figure."""
     return None if isnan(value) else value
-
-
-def _number(name: str, show: Callable[[float], str], *, ours: bool = False) -> Column:
-    return Column(name, show=show, ours=ours)
 
 
 def front(rows: Iterable[Row], before: Mapping[str, Row]) -> Section:
@@ -106,7 +93,7 @@ def _errors(now: tuple[float, float] | None, before: tuple[float, float] | None)
 
 def targets(groups: Mapping[str, Sequence[Score]]) -> Section:
     """The targets and whether they are met, per group of cells."""
-    columns = (*labels("cells", "score", "target"), _number("reached", _share), Column("count"), *labels("met"))
+    columns = (*labels("cells", "score", "target"), Column("reached", show=_SHARE), Column("count"), *labels("met"))
     rows = tuple(
         (name, score.name, score.target, score.reached, score.count, "yes" if score.met else "no")
         for name, reached in groups.items()
@@ -137,10 +124,10 @@ def constants() -> Section:
     """The constants of each device, with their source."""
     columns = (
         *labels("device"),
-        _number("host per step", lambda value: f"{value * 1e3:.2f} ms"),
-        _number("host per sequence", lambda value: f"{value * 1e6:.1f} us"),
+        Column("host per step", show=lambda value: f"{value * 1e3:.2f} ms"),
+        Column("host per sequence", show=lambda value: f"{value * 1e6:.1f} us"),
         *labels("more with several GPUs"),
-        _number("mixed excess x", lambda value: f"{value:.2f}"),
+        Column("mixed excess x", show=lambda value: f"{value:.2f}"),
         *labels("source"),
     )
     rows = tuple(
@@ -155,9 +142,9 @@ def published_and_ours(cells: Iterable[PublishedFigure]) -> Section:
     """One row per published figure, with ours."""
     columns = (
         *labels("device", "model", "case", "scheduler", "metric"),
-        _number("published", _digits),
-        _number("ours", _digits, ours=True),
-        _number("error", _signed),
+        Column("published", show=_DIGITS),
+        Column("ours", show=_DIGITS, ours=True),
+        Column("error", show=_SIGNED),
         *labels(""),
     )
     rows = tuple(
@@ -175,8 +162,8 @@ def gains(cells: Iterable[PublishedFigure]) -> Section:
     """One row per pair of schedulers: published gain, our gain, and whether the winner is the same."""
     columns = (
         *labels("device", "model", "case", "pair"),
-        _number("published gain", _signed),
-        _number("our gain", _signed, ours=True),
+        Column("published gain", show=_SIGNED),
+        Column("our gain", show=_SIGNED, ours=True),
         *labels(""),
     )
     rows = []
@@ -195,7 +182,7 @@ def step_times(cells: Iterable[PublishedFigure]) -> Section:
         errors.setdefault((cell.device, cell.model, cell.case.split()[0], cell.note), []).append(cell.error)
     columns = (
         *labels("device", "model", "step"),
-        *(_number(name, _signed) for name in ("median error", "from", "to")),
+        *(Column(name, show=_SIGNED) for name in ("median error", "from", "to")),
         *labels(""),
     )
     rows = tuple(
@@ -203,6 +190,60 @@ def step_times(cells: Iterable[PublishedFigure]) -> Section:
         for (device, model, kind, note), signed_errors in errors.items()
     )
     return Section("", columns, rows)
+
+
+def by_caveat(audit: Sequence[Audited]) -> Section:
+    """One row per caveat, figure, source and device: errors of the figures that carry it; those without any last."""
+    kinds: dict[tuple[str, str, str, str], list[Audited]] = {}
+    for row in audit:
+        for code in row.caveats or ("none",):
+            kinds.setdefault((code, row.figure, row.cell.source.split(",")[0], row.cell.device), []).append(row)
+    columns = (
+        *labels("caveat", "figure", "source", "device"),
+        Column("figures"),
+        *(Column(name, show=_SIGNED) for name in ("median error", "from", "to")),
+        *(Column(name) for name in ("said", "missing", "against")),
+    )
+    rows: list[tuple[Value, ...]] = []
+    for kind, chosen in sorted(kinds.items(), key=lambda item: (item[0][0] == "none", item[0])):
+        signed_errors = [row.cell.error for row in chosen]
+        verdicts = [row.verdict for row in chosen]
+        counts = (verdicts.count(name) for name in ("said", "missing", "against"))
+        rows.append(
+            (*kind, len(chosen), median(signed_errors), min(signed_errors), max(signed_errors), *counts)
+        )  # fmt: skip
+    return Section("", columns, tuple(rows))
+
+
+def by_row(audit: Iterable[Audited]) -> Section:
+    """One row per figure: error, caveats about it, verdict."""
+    columns = (
+        *labels("source", "device", "case", "figure"),
+        Column("error", show=_SIGNED),
+        *labels("caveats", "verdict"),
+    )
+    rows = tuple(
+        (
+            row.cell.source, row.cell.device, row.cell.case, row.figure, row.cell.error, ", ".join(row.caveats),
+            row.verdict,
+        )
+        for row in audit
+    )  # fmt: skip
+    return Section("", columns, rows)
+
+
+AUDIT_PAGE = "caveats.md"
+AUDIT = """# What runs say about their own errors
+
+Written by `ebbench fidelity`: every scored figure of the measured servers beside the caveats of our run about it.
+Promised without a caveat, in nine of ten rows: {promised}. *said*: further off, and a caveat gives that direction and
+size (within what is promised beyond its range). *missing*: further off, and none does. *against*: near enough, but on
+the other side of all that caveats say.
+
+{counts}
+
+## By caveat
+"""
 
 
 INTRODUCTION = """# Fidelity: emulated devices against published measurements
@@ -235,7 +276,7 @@ faster in print, by whatever margin. Sources: those of the targets, figure 4, ta
 
 
 def write_report(
-    cells: Sequence[PublishedFigure], out: Path, repeats: int = 1, before: Mapping[str, scoreboard.Row] | None = None
+    cells: Sequence[PublishedFigure], out: Path, repeats: int = 1, before: Mapping[str, Row] | None = None
 ) -> list[Path]:
     """Write the front page, a page per source, scoreboard.json, cells.parquet and pictures. Returns the files written.
 
@@ -252,6 +293,9 @@ def write_report(
     front = out / FRONT_PAGE
     _write(front, _front_page(cells, rows, drawn, repeats, before or {}))
     written = [front, parquet, *drawn]
+    if audit := scoreboard.audited(cells):
+        _write(out / AUDIT_PAGE, _audit_page(audit))
+        written.append(out / AUDIT_PAGE)
     for page in PAGES:
         path = out / f"{page.slug}.md"
         if chosen := [cell for cell in cells if source_page(cell.source) is page]:
@@ -268,7 +312,9 @@ def read_cells(report: Path) -> list[PublishedFigure]:
     if not parquet.is_file():
         raise InputFileError(parquet, "does not exist; write it with `ebbench fidelity`")
     names = [f.name for f in fields(PublishedFigure)]
-    return [PublishedFigure(**row) for row in pq.read_table(parquet, columns=names).to_pylist()]
+    rows = pq.read_table(parquet).to_pylist()
+    kept = ({name: row[name] for name in names if name in row} for row in rows)
+    return [PublishedFigure(**{**row, "caveats": tuple(row.get("caveats") or ())}) for row in kept]
 
 
 def merged_cells(kept: Sequence[PublishedFigure], made: Sequence[PublishedFigure]) -> list[PublishedFigure]:
@@ -304,12 +350,28 @@ def _table(cells: Iterable[PublishedFigure]) -> pa.Table:
     return pa.table({name: [row[name] for row in rows] for name in names})
 
 
+def _audit_page(audit: Sequence[Audited]) -> Iterator[str]:
+    promised = ", ".join(f"{name} {100 * share:.0f} %" for name, share in scoreboard.PROMISED.items())
+    verdicts = [row.verdict for row in audit]
+    named = ", ".join(f"{verdicts.count(name)} {name}" for name in ("said", "missing", "against"))
+    silent = [row for row in audit if not row.caveats]
+    within = sum(not row.verdict for row in silent)
+    counts = (
+        f"{len(audit)} figures: {named}. Of the {len(silent)} without a caveat about them {within} are within what is "
+        f"promised ({within / max(len(silent), 1):.0%})."
+    )
+    yield AUDIT.format(promised=promised, counts=counts)
+    yield from _lines(by_caveat(audit))
+    yield "\n## By row\n"
+    yield from _lines(by_row(audit))
+
+
 def _front_page(
     cells: Sequence[PublishedFigure],
-    rows: Sequence[scoreboard.Row],
+    rows: Sequence[Row],
     drawn: Iterable[Path],
     repeats: int,
-    before: Mapping[str, scoreboard.Row],
+    before: Mapping[str, Row],
 ) -> Iterator[str]:
     ours = f"means over {repeats} seeds" if repeats > 1 else "single runs"
     scatter = "a run of the distribution shift scatters by 1 to 2 %"
@@ -337,8 +399,8 @@ def _front_page(
 def _page(
     page: Page,
     cells: Sequence[PublishedFigure],
-    rows: Sequence[scoreboard.Row],
-    before: Mapping[str, scoreboard.Row],
+    rows: Sequence[Row],
+    before: Mapping[str, Row],
     out: Path,
 ) -> Iterator[str]:
     yield f"# {page.title}\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import isnan
 from typing import Any
 
@@ -88,11 +88,13 @@ def cells_of(
         seeds = [list(map(_values, runs)) for runs in made]
         fitted = case.fitted or (case.sets_token_time and any(run.get(API_SERVER) for runs in made for run in runs))
         ours = {name: _mean([_mean([run[name] for run in runs]) for runs in seeds]) for name in METRICS}
+        said = dict.fromkeys(code for run in made[0] for code in _codes(run))
         cells += [
             PublishedFigure(
                 number.source, case.device, case.model, case.name, case.scheduler, number.metric, number.value,
                 ours[number.metric], fitted, number.scored and not isnan(ours[number.metric]),
                 (case.refused or DIED) if isnan(ours[number.metric]) and not isnan(number.value) else number.note,
+                tuple(said),
             )
             for number in case.published
         ]  # fmt: skip
@@ -101,6 +103,11 @@ def cells_of(
         error = first.note if first.failed else f"{first.error:+.1%}"
         say(f"{first.source}: {what}: {first.metric} {error}")
     return cells
+
+
+def _codes(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Codes of the caveats among the figures of a run."""
+    return (told["code"] for told in figures.get("warnings") or () if isinstance(told, Mapping))
 
 
 def _mean(values: Sequence[float]) -> float:

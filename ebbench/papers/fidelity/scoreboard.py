@@ -14,6 +14,7 @@ import numpy as np
 from ebbench.papers.fidelity.cases_servers import TTFT_NOTE
 from ebbench.papers.fidelity.scores import GAP, SCHEDULERS, THROUGHPUT, PublishedFigure, comparisons
 from ebbench.records import files
+from ebbench.records.warnings import SEEN
 
 WORSE_POINTS = 0.01  # increase of a median error that counts as a loss of accuracy
 FIGURES = {
@@ -101,6 +102,53 @@ def losses(rows: Iterable[Row], before: Mapping[str, Row]) -> list[str]:
             if was is not None and now > was[0] + WORSE_POINTS:
                 remarks.append(f"{row.source} on {row.device}: median error of {name} {now:.1%}, was {was[0]:.1%}")
     return remarks
+
+
+PROMISED = {"TPOT": 0.15, "TTFT": 0.30, "throughput": 0.15}
+"""Largest size of an error in a run without a caveat about that figure, in nine of ten rows (docs/accuracy.md)."""
+AUDITED = ("InferenceX", "inference-perf", "LLMServingSim", "GPUStack")
+"""Sources of servers with the arguments of their runs: beginnings of their names."""
+
+
+@dataclass(frozen=True)
+class Audited:
+    """One figure of a measured server, and what our run says about its own error.
+
+    ``caveats``: codes of those about this figure. ``verdict``: empty (within what is promised), ``said``, ``missing``
+    (beyond it, and no caveat covers it) or ``against`` (a caveat says the other direction, by a third of what is
+    promised or more).
+    """
+
+    cell: PublishedFigure
+    figure: str
+    caveats: tuple[str, ...]
+    verdict: str
+
+
+def audited(cells: Iterable[PublishedFigure]) -> list[Audited]:
+    """Every scored figure of the sources of servers that no constant was fitted on, with its verdict."""
+    names = {metric: name for name in PROMISED for metric in FIGURES[name]}
+    chosen = [
+        cell
+        for cell in cells
+        if cell.source.startswith(AUDITED) and ", no API" not in cell.source and "fused" not in cell.source
+        if cell.scored and not cell.fitted and cell.metric in names
+    ]
+    return [_audit(cell, names[cell.metric]) for cell in chosen]
+
+
+def _audit(cell: PublishedFigure, figure: str) -> Audited:
+    said = {code: SEEN[code][figure] for code in cell.caveats if figure in SEEN.get(code, {})}
+    promised, error = PROMISED[figure], cell.error
+    low, high = min([0.0, *(low for low, _ in said.values())]), max([0.0, *(high for _, high in said.values())])
+    if not low - promised <= error <= high + promised:
+        verdict = "missing"
+    elif abs(error) > promised:
+        verdict = "said"
+    else:
+        other_side = low < 0 == high < error or error < low == 0 < high
+        verdict = "against" if other_side and abs(error) > promised / 3 else ""
+    return Audited(cell, figure, tuple(said), verdict)
 
 
 def save(rows: Iterable[Row], path: Path) -> None:

@@ -26,7 +26,7 @@ from vllm_eb.refills import (
     PromptSteps,
     Refill,
     Way,
-    payback_steps,
+    payback_tokens,
     prompts_that_stay,
 )
 from vllm_eb.service import AnswerLength, FadingMean, ServiceLevel, TokenDebt
@@ -203,7 +203,7 @@ class MarginalPolicy(Strategy):
         # Figures of one view, which a decision needs several times.
         self._seen: View | None = None
         self._context_tokens = 0.0
-        self._payback_steps: float | None = None
+        self._payback_tokens: float | None = None
         self._decisions = 0
         self._began_empty = False  # whether nothing decoded when the last refill began
         self._steps = PromptSteps(self._costs, engine.max_num_batched_tokens)
@@ -244,6 +244,10 @@ class MarginalPolicy(Strategy):
     def on_resume(self) -> None:
         """Record that a preempted request was admitted again."""
         self._room.admitted()
+
+    def on_accepted(self, by_position: Sequence[int]) -> None:
+        """Record the further tokens of a step."""
+        self._answers.accepted(by_position)
 
     def on_finish(self, output_tokens: int) -> None:
         """Record that a request left its slot."""
@@ -335,7 +339,7 @@ class MarginalPolicy(Strategy):
             self._debt.observe(
                 view.now_s,
                 decoding=view.decoding,
-                stepped=stepped,
+                stepped=self._drafts_of(view.decoding).tokens_per_step if stepped else 0.0,
                 answer_tokens=self._answers.mean,
                 reachable=self._tpot_in_reach and not self._one_token,
             )
@@ -387,13 +391,14 @@ class MarginalPolicy(Strategy):
 
     def possible_refill(self, view: View, slots: int) -> Refill:
         """A refill of ``slots`` prompts with the mean lengths."""
+        hazard = min(1.0 / self._answers.mean if self._joint is None else self._joint.hazard, 1.0)
         return Refill(
             seqs=slots,
             # KV blocks received from a prefill instance leave nothing to compute.
             prompt_tokens=max(self.lengths.mu_new, 1.0),
             half_computed=view.prefilling,
             queued=view.waiting > slots,
-            hazard=self._drafts_of(view.decoding).per_step(min(1.0 / self._answers.mean, 1.0)),
+            hazard=self._drafts_of(view.decoding).per_step(hazard),
         )
 
     def _drafts_of(self, seqs: int) -> Drafts:
@@ -449,22 +454,23 @@ class MarginalPolicy(Strategy):
         if not active or fit >= self._allowed - active:  # for more there are no slots
             return fit
         if not self._has_targets:
-            if self._payback_steps is None:
-                self._payback_steps = payback_steps(
+            if self._payback_tokens is None:
+                self._payback_tokens = payback_tokens(
                     self._costs,
                     self._refills.per_token_s,
                     active=active,
                     context_tokens=context_tokens,
                     prompt_tokens=prompt_tokens,
+                    per_step=self._drafts_of(active).tokens_per_step,
                 )
-            steps = PAYBACK_FACTOR * self._payback_steps
+            tokens = PAYBACK_FACTOR * self._payback_tokens
             surplus = math.inf
         elif self._service.refill_due(view.oldest_wait_s):
-            steps = SHORTEST_STAY * self._answers.mean
+            tokens = SHORTEST_STAY * self._answers.mean
             surplus = self._may_pause(active + fit)
         else:
             return fit
-        stay = prompts_that_stay(steps, active=active, free_tokens=free_tokens, prompt_tokens=prompt_tokens)
+        stay = prompts_that_stay(tokens, active=active, free_tokens=free_tokens, prompt_tokens=prompt_tokens)
         return max(fit, min(stay, fit + surplus))
 
     def _may_pause(self, seqs: float) -> float:
@@ -507,7 +513,7 @@ class MarginalPolicy(Strategy):
         if view is not self._seen:
             active = view.decoding + view.prefilling
             used_tokens = (self.engine.num_blocks - view.free_blocks) * self.engine.block_size
-            self._seen, self._payback_steps = view, None
+            self._seen, self._payback_tokens = view, None
             self._context_tokens = used_tokens / active if active else 0.0
         return self._context_tokens
 
