@@ -417,7 +417,7 @@ def check_fits(plan: Plan, device: Device, options: EngineOptions) -> None:
     if longest <= capacity:
         return
     where = "--num-kv-blocks" if options.num_kv_blocks is not None else f"{device.model} on {device.name}"
+    remedy = f"drop longer ones with --max-model-len {capacity} --drop-too-long" if capacity else "give it more memory"
     raise UsageError(
-        f"request {request} needs {longest:,} KV tokens but {where} holds {capacity:,}, so it cannot run; drop "
-        f"longer ones with --max-model-len {capacity} --drop-too-long"
+        f"request {request} needs {longest:,} KV tokens but {where} holds {capacity:,}, so it cannot run; {remedy}"
     )

@@ -147,6 +147,13 @@ def test_a_plan_prices_the_drafts_in(tmp_path: Path) -> None:
     assert any("steps with drafts are modelled" in said["text"] for said in found["0"]["caveats"])
 
 
+def test_a_device_is_shown_with_a_state_per_drafted_token() -> None:
+    model = str(Path(__file__).parents[2] / "reports" / "reference" / "kv_cache" / "models" / "qwen3.6-35b-a3b")
+    common = ("devices", "show", "h200", "--model", model, "--assume-kernels")
+    done = CliRunner().invoke(app, [*common, "--speculative", "method=eagle3,acceptance=0.8,tokens=3"])
+    assert "4 times 64.4 MB per sequence" in " ".join(done.output.split())
+
+
 def test_a_device_is_shown_with_the_drafts_of_its_decodes() -> None:
     shown = {}
     for options in ((), ("--speculative", "method=eagle3,tokens=3,acceptance=0.8")):

@@ -609,6 +609,9 @@ def test_tables_of_answers_without_tokens_rank_by_prompts(tmp_path: Path) -> Non
         "request_throughput", "median_e2el_ms",
     ]  # fmt: skip
     assert "requests/s" in invoke("trend", tmp_path / "a", tmp_path / "b").stdout
+    invoke("report", tmp_path / "a", "-o", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert [f'"cdf_{name}": []' in page for name in ("ttft", "tpot", "itl", "e2el")] == [True, True, True, False]
 
 
 def test_a_tokenizer_without_texts_is_for_servers_only() -> None:

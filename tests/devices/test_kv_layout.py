@@ -112,6 +112,14 @@ def test_a_state_has_a_second_block_until_its_block_is_computed() -> None:
     assert (layout.first(500), layout.most(500)) == (2 * 4, 2 * 5)
 
 
+def test_a_pool_without_room_for_a_state_names_no_length_of_zero() -> None:
+    layout = KvLayout((KvGroup(1, 16), KvGroup(3, 16, per_sequence=2)), 1, 4096, 256)
+    device = replace(load_device("h200", "qwen3-8b"), kv_layout=layout, profile=None)
+    plan = build_plan("balanced", num_prompts=4, max_concurrency=4)
+    with pytest.raises(UsageError, match=r"holds 0, so it cannot run; give it more memory$"):
+        SimEngine().run(plan, parse_policy("v1"), device, EngineOptions(num_kv_blocks=8))
+
+
 def test_a_longer_state_per_drafted_token_makes_blocks_longer() -> None:
     """Qwen3.5 on eight GPUs: the convolution keeps five inputs more of 2 x 12,288 / 8 bytes."""
     model = find_model("tests/benchmarks/qwen3.5-397b-a17b.json")

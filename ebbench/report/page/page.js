@@ -125,7 +125,9 @@
     element.classList.remove("failed");
     const spec = specFor(element);
     element.dataset.width = element.clientWidth;
-    if (element.dataset.rows === "0") {
+    const empty = element.dataset.rows === "0";
+    element.hidden = empty && element.dataset.of !== "run";  // answers without tokens have no TTFT, TPOT and ITL
+    if (empty) {
       element.textContent = "Nothing was recorded for this.";
       element.dataset.state = "empty";
       return;
