@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ebbench.config.declare import named_settings, setting, settings_of
 from ebbench.errors import UsageError
 from ebbench.foreign.documents import not_positive
-from ebbench.records import CHUNK_TOKENS, named_settings, setting, settings_of
+from ebbench.records import CHUNK_TOKENS
 from ebbench.traffic.arrivals import substream
 from ebbench.traffic.lengths import LengthSpec, length_spec
 from ebbench.workloads.requests import Floats, Requests
