@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.config.declare import MOST_SECONDS, named_settings, settings_of
-from ebbench.errors import UsageError
+from ebbench.errors import UnknownNameError, UsageError
 from ebbench.records.plan import Plan, with_block_tokens
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.records.warnings import RunWarning, warning
@@ -49,7 +50,7 @@ from ebbench.workloads.sessions import (
     with_sessions,
 )
 from ebbench.workloads.shared_prefix import with_shared_prefixes
-from ebbench.workloads.spec import Profile, Selection, WorkloadSpec, draw_requests, gather, load_workload
+from ebbench.workloads.spec import Profile, Selection, WorkloadSpec, draw_requests, load_workload
 
 
 def _within(
@@ -472,7 +473,7 @@ def _from_workload(options: PlanOptions, scenario: ScenarioSpec, workload: Workl
     if options.output_len is not None or options.length_distribution is not None:
         spec = length_spec(options.output_len or profile.output.mean, options.length_distribution)
         profile = msgspec.structs.replace(profile, output=spec)
-    requests = gather(workload, profile, options.source, selection)
+    requests = _gather(workload, profile, options.source, selection)
     if requests.sessions < schedule.sessions:
         schedule = make_schedule(scenario, options.load, requests.sessions, default, options.seed)
     return requests, schedule
@@ -588,3 +589,66 @@ def laid_out(
         )
     )  # fmt: skip
     return under(spec, given, num_prompts, seed), describe(plan).get("arrivals")
+
+
+def _gather(workload: WorkloadSpec, profile: Profile, source: str, selection: Selection) -> Requests:
+    """Requests from ``source`` (auto, hub, file:PATH, profile); their facts name the source and the reason.
+
+    Raises UsageError, InputFileError, RunError (``hub`` that cannot be read).
+    """
+    _check_source(workload, source, selection)
+    if source.startswith("file:"):
+        from ebbench.workloads.data_sets import from_file
+
+        return from_file(workload, Path(source.removeprefix("file:")).expanduser(), selection)
+    if source == "hub":
+        from ebbench.workloads.data_sets import from_hub
+
+        return from_hub(workload, selection)
+    if workload.fitted is not None and not selection.lengths_set:
+        from ebbench.workloads.fitted import draw_fitted
+
+        facts = {"source": "fitted", "source_reason": f"distributions in the file of {workload.name}"}
+        drawn = draw_fitted(workload.fitted, selection.sessions, selection.seed, selection.rate_scale)
+        return replace(drawn, facts=facts)
+    if source == "profile":
+        return _from_profile(profile, selection, "asked for")
+    if workload.records is None:
+        return _from_profile(profile, selection, "synthetic workload")
+    if selection.lengths_set:
+        return _from_profile(profile, selection, "lengths were set")
+    if workload.hub is None:
+        return _from_profile(profile, selection, "the workload's file names no data set on the hub")
+    from ebbench.workloads.data_sets import UnreadableError, read_hub
+
+    try:
+        return read_hub(workload, selection)
+    except UnreadableError as error:
+        published = warning("published-lengths", workload=workload.name, why=str(error))
+        return _from_profile(profile, selection, str(error), (published,))
+
+
+def _check_source(workload: WorkloadSpec, source: str, selection: Selection) -> None:
+    kind = "file" if source.startswith("file:") else source
+    if kind not in ("auto", "hub", "file", "profile") or source == "file:":
+        raise UnknownNameError("source", source, ["auto", "hub", "file:PATH", "profile"])
+    if kind not in ("hub", "file"):
+        return
+    if workload.records is None or (kind == "hub" and workload.hub is None):
+        missing = "[records]" if workload.records is None else "[hub]"
+        raise UsageError(f"workload {workload.name!r} has no {missing} in its file; leave out --source {source}")
+    if selection.lengths_set:
+        raise UsageError(f"lengths cannot be set for the records of --source {source}; leave one of them out")
+
+
+def _from_profile(
+    profile: Profile, selection: Selection, reason: str, warnings: tuple[RunWarning, ...] = ()
+) -> Requests:
+    requests = draw_requests(profile, selection.sessions, selection.seed)
+    facts = {
+        "source": "profile",
+        "source_reason": reason,
+        "input_lengths": profile.input.text,
+        "output_lengths": profile.output.text,
+    }
+    return replace(requests, facts=facts, warnings=warnings)
