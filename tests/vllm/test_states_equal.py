@@ -80,7 +80,7 @@ def test_states_are_preempted_where_engines_are_compared() -> None:
 
 
 @pytest.mark.parametrize("kind", policy_types())
-@pytest.mark.parametrize("seed", range(741, 744))
+@pytest.mark.parametrize("seed", range(741, 743))
 def test_equal_with_states_under_every_policy(kind: str, seed: int) -> None:
     plan, _, options, device = random_states(seed, drafts=True, caching=bool(seed % 2))
     policy = draw_policy(kind, seed, options.running_limit, options.max_num_batched_tokens)
