@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench import __version__
@@ -50,10 +49,30 @@ def llm_d_report(run: Run, summary: Summary) -> dict[str, Any]:
     columns = RequestColumns.of(run.table("requests", NEEDED))
     parts = _pool_parts(run)
     used = [{"component_label": part.label, "aggregate": use} for part in parts if (use := _engine_use(run, part))]
+    m = run.manifest
+    concurrency = m.max_concurrency or max((phase.max_concurrency for phase in m.phases), default=None)
+    rate = m.facts.get("request_rate")
+    standardized: dict[str, Any] = {
+        "tool": "ebbench",
+        "tool_version": __version__,
+        "source": "sampled" if m.source not in ("profile", "scenario") else "random",
+        "input_seq_len": _length(columns.input_tokens),
+        "output_seq_len": _length(columns.output_tokens[columns.ok]),
+    }
+    standardized |= {"concurrency": concurrency} if concurrency else {}
+    standardized |= {"rate_qps": float(rate)} if isinstance(rate, int | float) and rate > 0 else {}
+    facts = {"workload": m.workload, "scenario": m.scenario, "seed": m.seed, "source": m.source, "plan": m.plan_hash}
     return {
         "version": VERSION,
         "run": _run(run, summary),
-        "scenario": {"stack": [_engine(run, part) for part in parts], "load": _load(run, columns)},
+        "scenario": {
+            "stack": [_engine(run, part) for part in parts],
+            "load": {
+                "metadata": {"cfg_id": m.plan_hash[:32], "description": f"{m.workload}, {m.scenario}"},
+                "standardized": standardized,
+                "native": {"config": facts},
+            },
+        },
         "results": {
             "request_performance": {"aggregate": _aggregate(summary, columns)},
             "observability": {"components": used} if used else {},
@@ -141,27 +160,6 @@ def _engine(run: Run, part: _Part) -> dict[str, Any]:
         "native": {"args": {f"--{name.replace('_', '-')}": value for name, value in m.options.items()},
                    "config": {"scheduling_policy": m.policy} | facts},
     }  # fmt: skip
-
-
-def _load(run: Run, columns: RequestColumns) -> dict[str, Any]:
-    m = run.manifest
-    concurrency = m.max_concurrency or max((phase.max_concurrency for phase in m.phases), default=None)
-    rate = m.facts.get("request_rate")
-    standardized: dict[str, Any] = {
-        "tool": "ebbench",
-        "tool_version": __version__,
-        "source": "sampled" if m.source not in ("profile", "scenario") else "random",
-        "input_seq_len": _length(columns.input_tokens),
-        "output_seq_len": _length(columns.output_tokens[columns.ok]),
-    }
-    standardized |= {"concurrency": concurrency} if concurrency else {}
-    standardized |= {"rate_qps": float(rate)} if isinstance(rate, int | float) and rate > 0 else {}
-    facts = {"workload": m.workload, "scenario": m.scenario, "seed": m.seed, "source": m.source, "plan": m.plan_hash}
-    return {
-        "metadata": {"cfg_id": m.plan_hash[:32], "description": f"{m.workload}, {m.scenario}"},
-        "standardized": standardized,
-        "native": {"config": facts},
-    }
 
 
 def _length(tokens: npt.NDArray[np.int64]) -> dict[str, Any]:
@@ -286,25 +284,12 @@ def vllm_result(run: Run, summary: Summary) -> dict[str, Any]:
     for key in ("duration", "total_input_tokens", "total_output_tokens", "request_throughput", "request_goodput",
                 "output_throughput", "total_token_throughput"):  # fmt: skip
         result[key] = numbers[key]
-    lists = _lists(requests, capped=manifest.max_concurrency is not None)
-    result |= lists | _peaks(lists)
-    result["rtfx"] = 0.0  # seconds of audio per second
-    result |= {f"{s}_{name}_ms": numbers[f"{s}_{name}_ms"] for name in _LATENCIES for s in _STATISTICS}
-    return result
-
-
-def save_vllm_result(run: Run, summary: Summary, path: Path) -> None:
-    """Write :func:`vllm_result` to ``path``. Raises RunError if it cannot be written."""
-    files.write_text(json.dumps(vllm_result(run, summary), allow_nan=False) + "\n", path)
-
-
-def _lists(requests: pa.Table, *, capped: bool) -> dict[str, list[Any]]:
-    """Lists with one entry per request. Requests wait before they are sent only under a cap (``capped``)."""
+    capped = manifest.max_concurrency is not None  # only then do requests wait before they are sent
     columns = {name: requests.column(name).to_pylist() for name in requests.column_names}
     intended, sent = columns["intended_ns"], columns["sent_ns"]
     ok = [status == "ok" for status in columns["status"]]
     texts = columns.get("text", [None] * len(ok))
-    return {
+    lists: dict[str, list[Any]] = {
         "input_lens": [n or 0 for n in columns["input_tokens"]],
         "output_lens": [n or 0 if good else 0 for n, good in zip(columns["output_tokens"], ok, strict=True)],
         "ttfts": [_since(*row) for row in zip(ok, intended, columns["first_token_ns"], strict=True)],
@@ -317,6 +302,15 @@ def _lists(requests: pa.Table, *, capped: bool) -> dict[str, list[Any]]:
         "generated_texts": [text or "" for text in texts],
         "errors": [_error(*pair) for pair in zip(columns["error_class"], columns["error_body"], strict=True)],
     }
+    result |= lists | _peaks(lists)
+    result["rtfx"] = 0.0  # seconds of audio per second
+    result |= {f"{s}_{name}_ms": numbers[f"{s}_{name}_ms"] for name in _LATENCIES for s in _STATISTICS}
+    return result
+
+
+def save_vllm_result(run: Run, summary: Summary, path: Path) -> None:
+    """Write :func:`vllm_result` to ``path``. Raises RunError if it cannot be written."""
+    files.write_text(json.dumps(vllm_result(run, summary), allow_nan=False) + "\n", path)
 
 
 def _peaks(lists: Mapping[str, list[Any]]) -> dict[str, float | int]:
@@ -393,21 +387,13 @@ def _series(kind: trend.SeriesKind, points: Sequence[trend.Point]) -> Series:
     writer.writerow([TIME, *ATTRIBUTES, *shown])
     for place, point in enumerate(points):
         values = [_cell(column[place]) for column in shown.values()]
-        attributes = _attributes(kind, point.units)
-        writer.writerow(map(csv_cell, (_when(point.units), point.commit, *attributes, *values)))
+        seeds = " ".join(str(seed) for seed in sorted({unit.seed for unit in point.units}))
+        attributes = [kind.policy, kind.environment, kind.server, kind.load, kind.limits, seeds, str(len(point.units))]
+        earliest = min(unit.anchor_unix_ns for unit in point.units)
+        when = datetime.fromtimestamp(earliest / 1e9, UTC).isoformat(timespec="seconds")
+        writer.writerow(map(csv_cell, (when, point.commit, *attributes, *values)))
     whole = tuple(name for name, column in shown.items() if None not in column)
     return Series(kind.name, whole, text.getvalue())
-
-
-def _when(units: Sequence[GateUnit]) -> str:
-    earliest = min(unit.anchor_unix_ns for unit in units)
-    return datetime.fromtimestamp(earliest / 1e9, UTC).isoformat(timespec="seconds")
-
-
-def _attributes(kind: trend.SeriesKind, units: Sequence[GateUnit]) -> list[str]:
-    """The values of ATTRIBUTES, which follow the commit."""
-    seeds = " ".join(str(seed) for seed in sorted({unit.seed for unit in units}))
-    return [kind.policy, kind.environment, kind.server, kind.load, kind.limits, seeds, str(len(units))]
 
 
 def _cell(value: float | None) -> str:
@@ -436,13 +422,10 @@ def otava_config(series: Sequence[Series]) -> str:
             "    metrics:",
         ]
         for name in one_series.figures:
-            lines += [f"      {name}:", f"        column: {name}", f"        direction: {_direction(name)}"]
+            direction = 1 if is_higher_better(name) else -1
+            lines += [f"      {name}:", f"        column: {name}", f"        direction: {direction}"]
         lines += ["    csv_options:", "      delimiter: ','", "      quote_char: '\"'"]
     return "\n".join(lines) + "\n"
-
-
-def _direction(name: str) -> int:
-    return 1 if is_higher_better(name) else -1
 
 
 def export(kinds: Sequence[str], runs: Sequence[Run], directory: Path) -> list[Path]:
@@ -480,20 +463,15 @@ def _names(runs: Sequence[Run]) -> list[str]:
     """One unique name per run: the directory's, with its parent's or a number if several runs share it."""
     names: list[str] = []
     for run in runs:
-        wanted = candidate = _unique(run, runs)
+        name = run.path.resolve().name
+        same = [candidate for candidate in runs if candidate.path.resolve().name == name]
+        wanted = candidate = name if len(same) == 1 else f"{run.path.resolve().parent.name}-{name}"
         number = 1
         while candidate in names:
             number += 1
             candidate = f"{wanted}-{number}"
         names.append(candidate)
     return names
-
-
-def _unique(run: Run, runs: Sequence[Run]) -> str:
-    """The run directory's name, preceded by its parent's if another run has the same name."""
-    name = run.path.resolve().name
-    same = [candidate for candidate in runs if candidate.path.resolve().name == name]
-    return name if len(same) == 1 else f"{run.path.resolve().parent.name}-{name}"
 
 
 def _otava(runs: Sequence[Run], directory: Path) -> list[Path]:

@@ -63,7 +63,7 @@ def beforehand(facts: Mapping[str, Any], repeats: int, *, policies: int, until_c
 
     ``facts``: those of the plan. ``virtual``: simulated time, in which equal plans give equal figures.
     """
-    from ebbench.analysis.certainty import TESTED, pairs_needed
+    from ebbench.analysis.cases import TESTED, pairs_needed
 
     if repeats < 2 or policies < 2:
         return ""
@@ -84,8 +84,7 @@ def beforehand(facts: Mapping[str, Any], repeats: int, *, policies: int, until_c
 
 def why_stop(summaries: Sequence[Summary]) -> str:
     """Why more repeats would not help; empty if they may. All policies have run each plan so far."""
-    from ebbench.analysis.cases import group_by_policy
-    from ebbench.analysis.certainty import stop_reason
+    from ebbench.analysis.cases import group_by_policy, stop_reason
 
     if any(not summary.valid for summary in summaries):
         return "Stopped: a run is INVALID, and more repeats do not change that."

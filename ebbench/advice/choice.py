@@ -326,7 +326,7 @@ def _winner(scores: Sequence[PolicyScore]) -> Fact:
     best, *others = scores
     if not others:
         return fact("only_candidate")
-    if all(_surely_behind(score) for score in others):
+    if all((score.behind_best is not None and score.behind_best.high < 0) for score in others):
         return fact("ahead_of_all")
     one_seed, second = len(best.values) == 1, others[0].objective
     if second <= 0:
@@ -387,10 +387,6 @@ def _is_equal(gain: PairedInterval) -> bool:
 
 def _ahead(score: PolicyScore) -> bool:
     return score.gain is not None and score.gain.low > 0
-
-
-def _surely_behind(score: PolicyScore) -> bool:
-    return score.behind_best is not None and score.behind_best.high < 0
 
 
 def _ties(score: PolicyScore, best: PolicyScore) -> bool:

@@ -5,6 +5,7 @@ Times are in seconds, lengths in tokens.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,6 +18,7 @@ from rich.table import Table
 from ebbench.devices.loader import load_device
 from ebbench.errors import InputFileError, UsageError
 from ebbench.foreign.documents import read_text
+from ebbench.render.documents import Console
 from vllm_eb import theory
 from vllm_eb.calibration import Calibration, CalibrationError, MixedCost, calibration_from_json
 from vllm_eb.policies.deferred import DeferredModel, approximate_chain, exact_chain
@@ -190,12 +192,15 @@ def _costs(given: Mapping[str, float | None], beta_mb: float | None, known: Cali
     return Calibration(**values, mixed=mixed)  # type: ignore[arg-type]
 
 
-def table(title: str, values: Mapping[str, Value]) -> Table:
-    """One row per symbol with its meaning."""
+def show(title: str, values: Mapping[str, Value], as_json: bool) -> None:
+    """Print the values: one row per symbol with its meaning, or one JSON document."""
+    if as_json:
+        print(json.dumps(values, allow_nan=False))
+        return
     rows = Table("symbol", "value", "meaning", title=title, title_justify="left")
     for name, value in values.items():
         rows.add_row(name, _text(value), MEANING[name])
-    return rows
+    Console().print(rows)
 
 
 def _text(value: Value) -> str:

@@ -31,7 +31,7 @@ from ebbench.errors import UsageError
 from ebbench.runs.prepare import device_of, plan_of
 from ebbench.runs.store import RunStore, with_progress
 from ebbench.spec.run import RunSpec
-from ebbench.workloads import load_scenario
+from ebbench.traffic.spec import load_scenario
 from ebbench.workloads.options import PlanOptions
 from vllm_eb.policy import least_seqs, parse_policy
 from vllm_eb.theory import NO_DRAFTS

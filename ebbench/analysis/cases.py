@@ -7,12 +7,13 @@ measurements of the same plan; a policy is compared only with the baseline of it
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import Any, TypeVar
+from statistics import NormalDist, fmean, stdev
+from typing import Any, Literal, TypeVar
 
 from ebbench.analysis.environment import differing_names
 from ebbench.analysis.explain import Explanation, explain
@@ -118,15 +119,13 @@ def group_by_policy(summaries: Sequence[Summary], explanations: Sequence[Explana
 
     Does not check that the runs have equal conditions; :func:`ebbench.analysis.cases.comparison_cases` does.
     """
-    policies = dict.fromkeys(summary.policy for summary in summaries)
-    return tuple(_group(policy, summaries, explanations) for policy in policies)
-
-
-def _group(policy: str, summaries: Sequence[Summary], explanations: Sequence[Explanation]) -> Group:
-    own = [place for place, summary in enumerate(summaries) if summary.policy == policy]
-    own.sort(key=lambda place: summaries[place].seed)
-    explained = tuple(explanations[place] for place in own) if explanations else ()
-    return Group(policy, tuple(summaries[place] for place in own), explained)
+    groups = []
+    for policy in dict.fromkeys(summary.policy for summary in summaries):
+        own = [place for place, summary in enumerate(summaries) if summary.policy == policy]
+        own.sort(key=lambda place: summaries[place].seed)
+        explained = tuple(explanations[place] for place in own) if explanations else ()
+        groups.append(Group(policy, tuple(summaries[place] for place in own), explained))
+    return tuple(groups)
 
 
 def baseline_group(groups: Sequence[Group]) -> Group:
@@ -212,18 +211,13 @@ def differing(summaries: Sequence[Summary]) -> list[str]:
     unlike = differing_names([summary.environment for summary in summaries])
     if len({summary.slo for summary in summaries if summary.slo}) > 1:
         unlike.append("limits (--goodput gives all runs the same)")
-    return unlike + _differing_plans(summaries)
-
-
-def _differing_plans(summaries: Sequence[Summary]) -> list[str]:
-    """Names of seeds or plans that not all policies ran."""
     plans: dict[str, set[tuple[int, str]]] = {}
     for summary in summaries:
         plans.setdefault(summary.policy, set()).add((summary.seed, summary.plan_hash))
     several = len({frozenset(seed for seed, _ in seeds_and_hashes) for seeds_and_hashes in plans.values()}) > 1
     seeds_and_plans = set().union(*plans.values())
     mixed = len(seeds_and_plans) > len({seed for seed, _ in seeds_and_plans})
-    return ["seeds"] * several + ["plan"] * mixed
+    return unlike + ["seeds"] * several + ["plan"] * mixed
 
 
 T = TypeVar("T")
@@ -283,17 +277,11 @@ def comparison_cases(
     for title, places in titled_places:
         own = [summaries[place] for place in places]
         directories = {summary.run_dir for summary in own}
-        groups = _baseline_first(
-            group_by_policy(own, [explanations[place] for place in places] if explanations else ())
-        )
-        cases.append(
-            ComparisonCase(
-                title,
-                groups,
-                tuple(phase for phase in phases if phase.run_dir in directories),
-                tuple(unlike),
-            )
-        )
+        groups = group_by_policy(own, [explanations[place] for place in places] if explanations else ())
+        baseline = baseline_group(groups)
+        groups = (baseline, *(group for group in groups if group is not baseline))
+        own_phases = tuple(phase for phase in phases if phase.run_dir in directories)
+        cases.append(ComparisonCase(title, groups, own_phases, tuple(unlike)))
     return tuple(cases)
 
 
@@ -363,30 +351,22 @@ def _places_and_dates(rounds: Sequence[Sequence[Summary]]) -> list[str]:
     return [f"{label}, number {number}" for number, label in enumerate(labels, start=1)]
 
 
-def _baseline_first(groups: tuple[Group, ...]) -> tuple[Group, ...]:
-    baseline = baseline_group(groups)
-    return (baseline, *(group for group in groups if group is not baseline))
-
-
 def partition(
     items: Sequence[T],
     conditions: Sequence[Mapping[str, str]],
     plans: Sequence[tuple[int, str]],
-    allowed: Sequence[str] = (),
 ) -> list[tuple[str, list[T]]]:
     """Split ``items`` into lists with equal conditions, each with the words that distinguish it from the others.
 
-    ``conditions`` and ``plans`` (seed and hash) have one entry per item; ``allowed`` names conditions that may differ.
-    If one seed has several plans under equal conditions, an unrecorded condition differed, and every plan becomes a
-    list of its own.
+    ``conditions`` and ``plans`` (seed and hash) have one entry per item. If one seed has several plans under equal
+    conditions, an unrecorded condition differed, and every plan becomes a list of its own.
     """
-    compared = [{name: text for name, text in of_run.items() if name not in allowed} for of_run in conditions]
     members: dict[tuple[tuple[str, str], ...], list[int]] = {}
-    for place, of_run in enumerate(compared):
+    for place, of_run in enumerate(conditions):
         members.setdefault(tuple(sorted(of_run.items())), []).append(place)
     split = [part for places in members.values() for part in _by_plan(places, plans)]
     split.sort(key=lambda part: part[0][0])
-    titles = _titles([(compared[places[0]], plan) for places, plan in split])
+    titles = _titles([(conditions[places[0]], plan) for places, plan in split])
     return [(title, [items[place] for place in places]) for title, (places, _) in zip(titles, split, strict=True)]
 
 
@@ -422,14 +402,14 @@ def _titles(cases: Sequence[tuple[Mapping[str, str], str]]) -> list[str]:
 
 
 def _title(conditions: Mapping[str, str], apart: Sequence[str], plan: str, *, complete: bool) -> str:
-    words = [_with_name(name, conditions.get(name, ""), complete=complete) for name in apart]
-    return ", ".join([*(word for word in words if word), *([f"plan {plan}"] if plan else [])])
-
-
-def _with_name(name: str, text: str, *, complete: bool) -> str:
-    if not text or text == "None":
-        return f"{name} not recorded" if complete else ""
-    return f"{NAMES.get(name, name)} {text}".strip()
+    words = []
+    for name in apart:
+        text = conditions.get(name, "")
+        if text and text != "None":
+            words.append(f"{NAMES.get(name, name)} {text}".strip())
+        elif complete:
+            words.append(f"{name} not recorded")
+    return ", ".join([*words, *([f"plan {plan}"] if plan else [])])
 
 
 def by_class(case: ComparisonCase) -> list[tuple[str, tuple[Group, ...]]]:
@@ -445,3 +425,166 @@ def by_phase(case: ComparisonCase) -> list[tuple[str, tuple[Group, ...]]]:
     """The phases of a case in order, each with its groups."""
     names = dict.fromkeys(summary.phase for summary in case.phases)
     return [(name, group_by_policy([of_phase for of_phase in case.phases if of_phase.phase == name])) for name in names]
+
+
+# Whether policies differ significantly: the one rule behind every table, page and sentence that says "wins".
+#
+# A difference is *shown* if the Holm-adjusted p-value of a two-sided sign-flip test over pairs of runs of the same plan
+# is at most ALPHA. The tests of a comparison are throughput and the median latencies of every policy against the
+# baseline. Copies (repeats in virtual time with equal figures) count once: they are not new measurements.
+#
+# Runs repeated until the answer was clear (`--repeats auto`) were tested after every pair, which makes a fixed-n test
+# wrong too often. They get p-values that hold at every test (`ebbench.analysis.statistics`).
+
+ALPHA = 0.05
+"""Probability of calling any difference shown if there is none, over all tests of a comparison."""
+
+TESTED: Mapping[str, Figure] = {
+    "output_throughput": output_throughput,
+    "median_ttft_ms": lambda metrics: metrics.ttft.median,
+    "median_tpot_ms": lambda metrics: metrics.tpot.median,
+}
+"""The tested figures, by their names in :mod:`ebbench.gate`."""
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+def two_sided_p(logs: Sequence[float], *, sequential: bool = False) -> float | None:
+    """P-value of "the mean log ratio is zero"; None for a single pair.
+
+    ``sequential``: the pairs, in order of measurement, were tested after each.
+    """
+    if len(logs) < 2:
+        return None
+    from ebbench.analysis.statistics import anytime_p_two_sided, sign_flip_p
+
+    if sequential:
+        return anytime_p_two_sided(logs)
+    return min(1.0, 2 * min(sign_flip_p(logs), sign_flip_p([-value for value in logs])))
+
+
+def adjusted(tests: Mapping[Name, Sequence[float]], *, sequential: bool = False) -> dict[Name, float]:
+    """Holm-adjusted two-sided p-values of the log ratios of each test; tests with a single pair are left out."""
+    from ebbench.analysis.statistics import holm
+
+    p_values = {name: p for name, logs in tests.items() if (p := two_sided_p(logs, sequential=sequential)) is not None}
+    return dict(zip(p_values, holm(list(p_values.values())), strict=True))
+
+
+def pairs_needed(tests: int, alpha: float = ALPHA) -> int:
+    """Least number of pairs with which any of ``tests`` tests can be significant: the smallest two-sided p, 2**(1-n),
+    times ``tests`` must be at most ``alpha``."""
+    return 1 + math.ceil(math.log2(max(tests, 1) / alpha))
+
+
+def p_value(groups: Sequence[Group], policy: str, figure: Figure) -> float | None:
+    """The adjusted p-value for ``policy`` against the baseline of ``groups``; None if no test is possible.
+
+    A figure that is not in TESTED counts as one more test, adjusted by Bonferroni.
+    """
+    tests = {
+        (group.policy, name): logs
+        for group in _others(groups)
+        for name, tested in TESTED.items()
+        if (logs := log_ratios(group, baseline_group(groups), tested)) is not None
+    }
+    name = next((name for name, tested in TESTED.items() if tested is figure), None)
+    if name is not None:
+        return adjusted(tests, sequential=repeated_until_clear(groups)).get((policy, name))
+    group = next(group for group in groups if group.policy == policy)
+    logs = log_ratios(group, baseline_group(groups), figure)
+    p = None if logs is None else two_sided_p(logs, sequential=repeated_until_clear(groups))
+    return None if p is None else min(1.0, p * (len(tests) + 1))
+
+
+def repeated_until_clear(groups: Sequence[Group]) -> bool:
+    """Whether any of the runs was repeated until the answer was clear."""
+    return any(summary.until_clear for group in groups for summary in group.summaries)
+
+
+def deciding_figure(groups: Sequence[Group]) -> Figure:
+    """The figure that decides: goodput if limits were given and met, request time if all policies keep up with the
+    arrivals, else output throughput."""
+    if all(group.mean(request_goodput) for group in groups):
+        return request_goodput
+    return request_time if all_keep_up(groups) else output_throughput
+
+
+StopReason = Literal["", "shown", "equal", "copies"]
+
+
+def stop_reason(groups: Sequence[Group]) -> StopReason:
+    """Why more pairs would not help, "" if they may: every difference to the baseline is "shown", all are within TIE
+    of it ("equal"), or the runs are "copies" of each other."""
+    if any(group.copies for group in groups):
+        return "copies"
+    reasons = {stop_reason_of(groups, group) for group in _others(groups)}
+    if not reasons or "" in reasons:
+        return ""
+    return "shown" if "shown" in reasons else "equal"
+
+
+def stop_reason_of(groups: Sequence[Group], group: Group) -> StopReason:
+    """Why more pairs would not help one policy: its difference to the baseline is "shown" or it is "equal" to it."""
+    figure = deciding_figure(groups)
+    logs = log_ratios(group, baseline_group(groups), figure)
+    if logs is None or len(logs) < 2:
+        return ""
+    p = p_value(groups, group.policy, figure)
+    if p is not None and p <= ALPHA:
+        return "shown"
+    from ebbench.analysis.statistics import confidence_sequence
+
+    bounds = confidence_sequence(logs, 1 - ALPHA / (len(groups) - 1))
+    return "equal" if -math.log1p(TIE) < bounds.low and bounds.high < math.log1p(TIE) else ""
+
+
+def identical(group: Group, baseline: Group) -> bool:
+    """Whether every pair of runs agrees in every tested figure: the two policies behaved identically."""
+    logs = [log_ratios(group, baseline, figure) for figure in TESTED.values()]
+    return all(ratios is not None and not any(ratios) for ratios in logs)
+
+
+def pairs_for(logs: Sequence[float], tests: int, power: float = 0.8) -> int | None:
+    """Approximate number of pairs that show a difference of the observed size and spread with probability ``power``.
+
+    Normal approximation at the level alpha / tests, at least :func:`pairs_needed`. None if the spread is unknown or the
+    observed difference is zero.
+    """
+    if len(logs) < 2 or not any(logs):
+        return None
+    mean = math.fsum(logs) / len(logs)
+    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in logs) / (len(logs) - 1))
+    if not mean:
+        return None
+    normal = NormalDist()
+    level = normal.inv_cdf(1 - ALPHA / 2 / max(tests, 1))
+    many = (
+        (level + normal.inv_cdf(power)) * spread / mean
+    ) ** 2 + level**2 / 2  # the second term corrects for few pairs
+    return max(pairs_needed(tests), math.ceil(many))
+
+
+def test_count(groups: Sequence[Group]) -> int:
+    """Number of tests in a comparison of these policies."""
+    return len(TESTED) * (len(groups) - 1)
+
+
+def log_ratios(group: Group, baseline: Group, figure: Figure) -> list[float] | None:
+    """Log of the figure over the baseline's, per pair of runs without copies; None if one is undefined."""
+    pairs: dict[object, tuple[float | None, float | None]] = {}
+    for place, (ours, theirs) in enumerate(paired_by_plan(group, baseline)):
+        copied = _figures(ours.metrics) + _figures(theirs.metrics)
+        pairs.setdefault(copied if ours.virtual else place, (figure(ours.metrics), figure(theirs.metrics)))
+    if not pairs or any(not before or not after for after, before in pairs.values()):
+        return None
+    return [math.log(after / before) for after, before in pairs.values() if after and before]
+
+
+def _others(groups: Sequence[Group]) -> list[Group]:
+    baseline = baseline_group(groups)
+    return [group for group in groups if group is not baseline]
+
+
+def _figures(metrics: Metrics) -> tuple[float | None, ...]:
+    return tuple(figure(metrics) for figure in TESTED.values())

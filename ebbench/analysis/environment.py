@@ -106,6 +106,12 @@ def load_of_run(manifest: Manifest) -> LoadFacts:
     facts = manifest.facts
     levels = {phase.max_concurrency for phase in manifest.phases}
     rates: Mapping[str, Any] = facts.get("phase_rates") or {}
+    ways = {"input_lengths": "in", "output_lengths": "out"}
+    trace_rate = _number(facts.get("trace_requests_per_s"))
+    begun_before = ""
+    if facts.get("begun_before"):
+        where = f"in {facts['session_start']} of their course, {facts['primed_tokens']:,} tokens cached"
+        begun_before = f"{facts['begun_before']:,} sessions begun before ({where})"
     return LoadFacts(
         sessions=sum(phase.sessions for phase in manifest.phases)
         or int(facts.get("sessions") or manifest.rows.get("plan", 0)),
@@ -117,30 +123,16 @@ def load_of_run(manifest: Manifest) -> LoadFacts:
         max_concurrency=next(iter(levels)) if len(levels) == 1 else manifest.max_concurrency,
         phases=manifest.phases,
         rates=tuple((name, float(rate)) for name, rate in rates.items()),
-        lengths=_lengths(facts),
+        lengths=", ".join(f"{facts[name]} {way}" for name, way in ways.items() if name in facts),
         replayed=facts.get("loop") == "trace",
         sessions_by_seed=bool(facts.get("sessions_by_seed")),
         duration_s=_number(facts.get("duration_s")),
         trace=time_note(facts),
-        trace_rate=_trace_rate(facts),
+        trace_rate=None if trace_rate is None else trace_rate * (_number(facts.get("speed")) or 1.0),
         single_requests=facts.get("requests") == facts.get("sessions", 0),
-        begun_before=_begun_before(facts),
+        begun_before=begun_before,
         priorities=facts.get("priorities") or {},
     )
-
-
-def _begun_before(facts: Mapping[str, Any]) -> str:
-    """How many sessions had begun before the run, and what of them was cached; empty without."""
-    if not facts.get("begun_before"):
-        return ""
-    where = f"in {facts['session_start']} of their course"
-    return f"{facts['begun_before']:,} sessions begun before ({where}, {facts['primed_tokens']:,} tokens cached)"
-
-
-def _trace_rate(facts: Mapping[str, Any]) -> float | None:
-    """Requests/s of a replayed trace; None without a trace, or if all requests have the same time."""
-    rate = _number(facts.get("trace_requests_per_s"))
-    return None if rate is None else rate * (_number(facts.get("speed")) or 1.0)
 
 
 @dataclass(frozen=True)
@@ -220,24 +212,9 @@ def machine_of_run(manifest: Manifest) -> Machine:
     gpus = facts.get("gpus") or facts.get("replicas") or (1 if manifest.engine in _ONE_DEVICE else None)
     foreign = manifest.engine == "endpoint"
     reports = (facts.get("server_reports") or {}) if foreign else {}
-    return Machine(
-        gpus=None if gpus is None else int(gpus),
-        topology=str(facts.get("topology") or (f"dp={facts['replicas']}" if "replicas" in facts else "")),
-        dispatch=str(facts.get("dispatch") or ""),
-        max_num_batched_tokens=options.get("max_num_batched_tokens"),
-        max_num_seqs=options.get("max_num_seqs"),
-        link=str(facts.get("link") or ""),
-        types=_types(options),
-        api_server=_simulated_server(manifest),
-        further=_further_limits(_in_effect(manifest)),
-        reported=_reported(reports),
-        policy_known=not foreign or bool(reports.get("policy")),
-        cache_kept=facts.get("prefix_cache_reset") is False and reports.get("enable_prefix_caching") is not False,
-    )
-
-
-def _reported(settings: Mapping[str, Any]) -> str:
-    """``policy eb, 1,024 KV blocks, blocks of 16 tokens, prefix caching on``; only what the server says."""
+    # Only what was asked for, and only what the server says.
+    kv = options.get("kv_cache_dtype") or "auto"
+    asked = {"weights": options.get("quantization"), "KV cache": None if kv == "auto" else kv}
     words = {
         "policy": "policy {}",
         "num_kv_blocks": "{:,} KV blocks",
@@ -246,10 +223,23 @@ def _reported(settings: Mapping[str, Any]) -> str:
         "kv_cache_dtype": "KV cache type {}",
         "gpu_memory_utilization": "{:.0%} of the GPU memory",
     }
-    parts = [text.format(settings[name]) for name, text in words.items() if settings.get(name) is not None]
-    if "enable_prefix_caching" in settings:
-        parts.append(f"prefix caching {'on' if settings['enable_prefix_caching'] else 'off'}")
-    return ", ".join(parts)
+    parts = [text.format(reports[name]) for name, text in words.items() if reports.get(name) is not None]
+    if "enable_prefix_caching" in reports:
+        parts.append(f"prefix caching {'on' if reports['enable_prefix_caching'] else 'off'}")
+    return Machine(
+        gpus=None if gpus is None else int(gpus),
+        topology=str(facts.get("topology") or (f"dp={facts['replicas']}" if "replicas" in facts else "")),
+        dispatch=str(facts.get("dispatch") or ""),
+        max_num_batched_tokens=options.get("max_num_batched_tokens"),
+        max_num_seqs=options.get("max_num_seqs"),
+        link=str(facts.get("link") or ""),
+        types=", ".join(f"{what} in {dtype}" for what, dtype in asked.items() if dtype),
+        api_server=_simulated_server(manifest),
+        further=_further_limits(_in_effect(manifest)),
+        reported=", ".join(parts),
+        policy_known=not foreign or bool(reports.get("policy")),
+        cache_kept=facts.get("prefix_cache_reset") is False and reports.get("enable_prefix_caching") is not False,
+    )
 
 
 def _further_limits(options: Mapping[str, Any]) -> str:
@@ -263,23 +253,11 @@ _MAIN = {"max_num_batched_tokens", "max_num_seqs"}
 """Limits that are shown of every run."""
 
 
-def _types(options: Mapping[str, Any]) -> str:
-    """``weights in fp8, KV cache in fp8``; only what was asked for."""
-    kv = options.get("kv_cache_dtype") or "auto"
-    asked = {"weights": options.get("quantization"), "KV cache": None if kv == "auto" else kv}
-    return ", ".join(f"{what} in {dtype}" for what, dtype in asked.items() if dtype)
-
-
 def _simulated_server(manifest: Manifest) -> str:
     """``datacenter x 2``: the class and, where given, how many processes; empty where it is off or not recorded."""
     asked, count = manifest.options.get(API_SERVER), manifest.options.get(f"{API_SERVER}_count")
     name = manifest.facts.get(API_SERVER) or asked  # runs of earlier versions have no such fact
     return "" if name in (None, OFF, AUTO) else f"{name} x {count}" if count else str(name)
-
-
-def _lengths(facts: Mapping[str, Any]) -> str:
-    ways = {"input_lengths": "in", "output_lengths": "out"}
-    return ", ".join(f"{facts[name]} {way}" for name, way in ways.items() if name in facts)
 
 
 def _number(value: Any) -> float | None:
@@ -326,26 +304,30 @@ UNKNOWN_DEVICE = "unknown"
 
 def run_environment(manifest: Manifest) -> dict[str, str]:
     """Conditions as text; a condition that a run does not record is empty and agrees only with an empty one."""
+    # What tells the device from others of its name: an own profile's numbers, or the machine of a server. Two servers
+    # whose device nobody stated are not comparable across machines, however alike their addresses are.
+    unstated = manifest.device == UNKNOWN_DEVICE and not manifest.facts.get("host_label")
+    machine = manifest.facts.get("server_machine") if unstated else None
+    facts = (machine or manifest.facts.get("device_profile"), manifest.facts.get("kernel_library"))
+    known = ", ".join(filter(None, facts))
+    in_effect = _in_effect(manifest).items()
+    options = {name: value for name, value in in_effect if later_options().get(name, UNKNOWN) != value}
+    options |= {name: manifest.facts[name] for name in JOINED if name in manifest.facts}
+    endpoint = str(manifest.facts.get("endpoint") or "")
+    estimated = "estimated tokens" if manifest.facts.get(ESTIMATED) else ""
     return {
         "engine": manifest.engine,
-        "device": _device(manifest),
+        "device": f"{manifest.device} ({known})" if known else manifest.device,
         "driver": _recorded(manifest, "driver"),
         "vllm": _recorded(manifest, "vllm"),
         "model": _model(manifest),
         "workload": manifest.workload,
         "scenario": manifest.scenario,
         "source": manifest.source,
-        "options": json.dumps(_compared(manifest), sort_keys=True),
+        "options": json.dumps(options, sort_keys=True),
         "host": run_host(manifest),
-        "endpoint": _endpoint(manifest),
+        "endpoint": ", ".join(filter(None, (endpoint if endpoint != "completions" else "", estimated))),
     }
-
-
-def _endpoint(manifest: Manifest) -> str:
-    """The API of a server, and whether its tokens are an estimate; empty for completions and where none is recorded."""
-    endpoint = str(manifest.facts.get("endpoint") or "")
-    estimated = "estimated tokens" if manifest.facts.get(ESTIMATED) else ""
-    return ", ".join(filter(None, (endpoint if endpoint != "completions" else "", estimated)))
 
 
 def run_host(manifest: Manifest) -> str:
@@ -355,18 +337,6 @@ def run_host(manifest: Manifest) -> str:
     if not label and manifest.device != UNKNOWN_DEVICE:
         label = facts.get("server_machine")
     return str(label or UNKNOWN)
-
-
-def _device(manifest: Manifest) -> str:
-    """The device with what tells it from others of its name: an own profile's numbers, or the machine of a server.
-
-    Two servers whose device nobody stated are not comparable across machines, however alike their addresses are.
-    """
-    unstated = manifest.device == UNKNOWN_DEVICE and not manifest.facts.get("host_label")
-    machine = manifest.facts.get("server_machine") if unstated else None
-    facts = (machine or manifest.facts.get("device_profile"), manifest.facts.get("kernel_library"))
-    known_facts = ", ".join(filter(None, facts))
-    return f"{manifest.device} ({known_facts})" if known_facts else manifest.device
 
 
 def _model(manifest: Manifest) -> str:
@@ -387,12 +357,6 @@ def _in_effect(manifest: Manifest) -> dict[str, Any]:
         FRONT_END_MS: manifest.facts.get(FRONT_END_MS),
         API_SERVER: OFF if asked == AUTO else asked,  # where that simulates one, a warning says so
     }
-
-
-def _compared(manifest: Manifest) -> dict[str, Any]:
-    in_effect = _in_effect(manifest).items()
-    options = {name: value for name, value in in_effect if later_options().get(name, UNKNOWN) != value}
-    return options | {name: manifest.facts[name] for name in JOINED if name in manifest.facts}
 
 
 def unusual_options(options: Mapping[str, Any]) -> str:
@@ -500,7 +464,7 @@ def time_note(facts: Mapping[str, Any]) -> str:
     unit = facts.get("time_unit")
     if unit is None:
         return ""
-    from ebbench.workloads.trace_times import NAMES, short_number
+    from ebbench.workloads.recorded import NAMES, short_number
 
     rate = facts["trace_requests_per_s"]
     what = f"{facts['trace_requests']:,} requests over {short_number(facts['trace_span_s'])} s"

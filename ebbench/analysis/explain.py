@@ -91,10 +91,19 @@ def kv_pressure(steps: pa.Table, requests: pa.Table, options: Mapping[str, Any])
     spent = (columns["end_ns"] - columns["start_ns"]).astype(np.float64)
     total = float(spent.sum()) or 1.0
     slots = options.get("max_num_active_seqs") or options.get("max_num_seqs")
-    full = _waits_for_memory(columns, slots, options, pc.quantile(prompts, 0.5)[0].as_py() or 0)
+    free_tokens = (columns["kv_blocks_total"] - columns["kv_blocks_used"]) * int(options.get("block_size") or 1)
+    prompt_tokens = pc.quantile(prompts, 0.5)[0].as_py() or 0
+    # Requests waited, slots were free, and the free blocks held no prompt of the median length.
+    full = (columns["waiting"] > 0) & (columns["running"] < (slots or np.inf)) & (free_tokens < prompt_tokens)
     preemptions = int(columns["preemptions"].sum())
-    repeated = _repeated_tokens(columns, requests) if preemptions else 0
     computed = int(columns["prefill_tokens"].sum())
+    repeated = 0
+    if preemptions:
+        # What steps computed in prefill beyond every prompt once, less what the prefix cache held: a resumed request
+        # computes its prompt and the outputs so far again, and these count as prefill.
+        started = requests.filter(pc.not_equal(requests["status"], "never_sent"))
+        held = (pc.sum(started["input_tokens"]).as_py() or 0) - (pc.sum(started["cached_tokens"]).as_py() or 0)
+        repeated = max(computed - held, 0)
     tokens = np.maximum(columns["prefill_tokens"] + columns["decode_seqs"], 1)
     prefilling = float((spent * columns["prefill_tokens"] / tokens).sum()) / total
     return KvPressure(
@@ -106,27 +115,6 @@ def kv_pressure(steps: pa.Table, requests: pa.Table, options: Mapping[str, Any])
         repeated_tokens=repeated,
         repeated_share=prefilling * repeated / computed if computed else 0.0,
     )
-
-
-def _waits_for_memory(
-    steps: Mapping[str, npt.NDArray[np.int64]], slots: int | None, options: Mapping[str, Any], prompt_tokens: float
-) -> npt.NDArray[np.bool_]:
-    """Steps in which requests waited, slots were free, and the free blocks held no prompt of the median length."""
-    free_tokens = (steps["kv_blocks_total"] - steps["kv_blocks_used"]) * int(options.get("block_size") or 1)
-    limit = np.inf if slots is None else slots
-    waits: npt.NDArray[np.bool_] = (steps["waiting"] > 0) & (steps["running"] < limit) & (free_tokens < prompt_tokens)
-    return waits
-
-
-def _repeated_tokens(steps: Mapping[str, npt.NDArray[np.int64]], requests: pa.Table) -> int:
-    """Tokens that steps computed in prefill beyond every prompt once, less what the prefix cache held.
-
-    A resumed request computes its prompt and the outputs so far again, and these count as prefill.
-    """
-    started = requests.filter(pc.not_equal(requests["status"], "never_sent"))
-    prompts = pc.sum(started["input_tokens"]).as_py() or 0
-    cached = pc.sum(started["cached_tokens"]).as_py() or 0
-    return max(int(steps["prefill_tokens"].sum()) - (prompts - cached), 0)
 
 
 def kv_pressure_by_metrics(metrics: pa.Table, requests: int, slots: int | None) -> KvPressure | None:
@@ -279,6 +267,14 @@ def _step_facts(steps: pa.Table) -> StepFacts:
     spent = (end - start).astype(np.float64)
     total = float(spent.sum()) or 1.0
     eb = pc.equal(steps.column("mode"), "eb").to_numpy()
+    # Share of exclusive mode per bin; a bin without steps repeats the bin before.
+    origin, length = int(start.min()), max(int(start.max() - start.min()), 1)
+    place = np.minimum((start - origin) * TIMELINE_BINS // length, TIMELINE_BINS - 1).astype(np.int64)
+    busy = np.bincount(place, spent, TIMELINE_BINS)
+    exclusive = np.bincount(place, spent * eb, TIMELINE_BINS)
+    shares: list[float] = []
+    for time_eb, time_all in zip(exclusive, busy, strict=True):
+        shares.append(float(time_eb / time_all) if time_all else (shares[-1] if shares else 0.0))
     return StepFacts(
         steps=len(spent),
         kinds={
@@ -286,7 +282,7 @@ def _step_facts(steps: pa.Table) -> StepFacts:
             for kind in phases.unique().to_pylist()
         },
         eb_share=float(spent[eb].sum()) / total,
-        eb_timeline=_timeline(start, spent, eb),
+        eb_timeline=tuple(shares),
         preemptions=int(values["preemptions"].sum()),
     )
 
@@ -303,31 +299,23 @@ def _step_kind(
     )
 
 
-def _timeline(
-    start: npt.NDArray[np.int64], spent: npt.NDArray[np.float64], eb: npt.NDArray[np.bool_]
-) -> tuple[float, ...]:
-    """Share of exclusive mode per bin; a bin without steps repeats the bin before."""
-    origin, length = int(start.min()), max(int(start.max() - start.min()), 1)
-    place = np.minimum((start - origin) * TIMELINE_BINS // length, TIMELINE_BINS - 1).astype(np.int64)
-    busy = np.bincount(place, spent, TIMELINE_BINS)
-    exclusive = np.bincount(place, spent * eb, TIMELINE_BINS)
-    shares: list[float] = []
-    for time_eb, time_all in zip(exclusive, busy, strict=True):
-        shares.append(float(time_eb / time_all) if time_all else (shares[-1] if shares else 0.0))
-    return tuple(shares)
-
-
 def _decision_facts(decisions: pa.Table) -> DecisionFacts:
     updates = decisions.filter(pc.equal(decisions.column("kind"), "update"))
     modes = decisions.filter(pc.equal(decisions.column("kind"), "mode"))
     settings = updates if updates.num_rows else decisions
+    # Changes of mode of all instances; EB+ starts in mixed mode.
+    switches, before = [], dict[int, str]()
+    for row in modes.select(["time_ns", "instance", "mode", "reason"]).to_pylist():
+        if row["mode"] != before.get(row["instance"], "mb"):
+            switches.append(Switch(row["time_ns"] / 1e9, row["mode"], row["reason"]))
+        before[row["instance"]] = row["mode"]
     return DecisionFacts(
         updates=updates.num_rows,
         **{name: _spread(settings, name) for name in ("k", "n_limit", "theta", "theta0", "p0", "eta")},
         crossover=_crossover(modes),
         evaluations=modes.num_rows,
         last_reason=modes.column("reason")[-1].as_py() if modes.num_rows else "",
-        switches=_switches(modes),
+        switches=tuple(sorted(switches, key=lambda switch: switch.time_s)),
     )
 
 
@@ -346,13 +334,3 @@ def _crossover(modes: pa.Table) -> CrossoverFacts | None:
     ahead = values["lhs"] > values["rhs"] + values["margin"]
     medians = {name: float(np.median(column)) for name, column in values.items()}
     return CrossoverFacts(known.num_rows, int(ahead.sum()), **medians)
-
-
-def _switches(modes: pa.Table) -> tuple[Switch, ...]:
-    """Changes of mode of all instances in order of time; EB+ starts in mixed mode."""
-    switches, before = [], dict[int, str]()
-    for row in modes.select(["time_ns", "instance", "mode", "reason"]).to_pylist():
-        if row["mode"] != before.get(row["instance"], "mb"):
-            switches.append(Switch(row["time_ns"] / 1e9, row["mode"], row["reason"]))
-        before[row["instance"]] = row["mode"]
-    return tuple(sorted(switches, key=lambda switch: switch.time_s))

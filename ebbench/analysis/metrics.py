@@ -93,7 +93,19 @@ def steady_windows(columns: RequestColumns, phases: Sequence[PhaseFact]) -> tupl
         return ()
     load = _load(columns)
     if phases:
-        return _closed_loop(columns, load, phases)
+        known = []
+        for phase in phases:
+            intended = columns.intended[started & (columns.phase == phase.name)]
+            if len(intended):
+                known.append((phase, int(intended.min())))
+        ends = [start for _, start in known[1:]] + [int(load.time[-1])]
+        windows = []
+        for (phase, start), end in zip(known, ends, strict=True):
+            target = phase.max_concurrency
+            span = load.first_and_last_at(LEVEL * target, start, end)
+            if span is not None and span[1] > span[0]:
+                windows.append(Window(phase.name, *span, float(target)))
+        return tuple(windows)
     return _open_loop(columns, load)
 
 
@@ -133,19 +145,6 @@ def _load(columns: RequestColumns) -> _OpenSessions:
     return _OpenSessions(times, np.cumsum(change))
 
 
-def _closed_loop(columns: RequestColumns, load: _OpenSessions, phases: Sequence[PhaseFact]) -> tuple[Window, ...]:
-    starts = [_first_intended(columns, phase.name) for phase in phases]
-    known = [(phase, start) for phase, start in zip(phases, starts, strict=True) if start is not None]
-    ends = [start for _, start in known[1:]] + [int(load.time[-1])]
-    windows = []
-    for (phase, start), end in zip(known, ends, strict=True):
-        target = phase.max_concurrency
-        span = load.first_and_last_at(LEVEL * target, start, end)
-        if span is not None and span[1] > span[0]:
-            windows.append(Window(phase.name, *span, float(target)))
-    return tuple(windows)
-
-
 def _open_loop(columns: RequestColumns, load: _OpenSessions) -> tuple[Window, ...]:
     intended = columns.intended[columns.intended != MISSING]
     first, last = int(intended.min()), int(intended.max())
@@ -156,11 +155,6 @@ def _open_loop(columns: RequestColumns, load: _OpenSessions) -> tuple[Window, ..
     if span is None or span[0] >= last:
         return ()
     return (Window("", span[0], last, target),)
-
-
-def _first_intended(columns: RequestColumns, phase: str) -> int | None:
-    times = columns.intended[(columns.phase == phase) & (columns.intended != MISSING)]
-    return int(times.min()) if len(times) else None
 
 
 # Service-level objectives: limits on request latencies, as in `--goodput ttft:500 tpot:50 e2el:5000`.
@@ -606,19 +600,14 @@ def _tokens_inside(columns: RequestColumns, windows: Sequence[Window]) -> float:
     weight = columns.output_tokens[ok] / (counts + 1)
     whole = None if (weight == 1).all() else weight
     later = 0.0
-    for rows in _some_gaps_at_once(stops):
+    cuts = np.searchsorted(stops, np.arange(_GAPS_AT_ONCE, int(stops[-1]), _GAPS_AT_ONCE)) + 1
+    edges = np.unique([0, *cuts.tolist(), len(stops)])
+    for rows in (slice(int(first), int(end)) for first, end in pairwise(edges.tolist())):
         own, part = counts[rows], gaps[stops[rows.start] - counts[rows.start] : stops[rows.stop - 1]]
         running = np.concatenate([[0], np.cumsum(part)])
         base = np.repeat(first_ns[rows] - running[np.cumsum(own) - own], own)
         later += _sum_in_windows(running[1:] + base, None if whole is None else np.repeat(whole[rows], own), windows)
     return later + _sum_in_windows(first_ns, whole, windows)
-
-
-def _some_gaps_at_once(stops: npt.NDArray[np.int64]) -> Iterator[slice]:
-    """Neighbouring requests with about _GAPS_AT_ONCE gaps together. ``stops``: index of the end of each one's gaps."""
-    cuts = np.searchsorted(stops, np.arange(_GAPS_AT_ONCE, int(stops[-1]), _GAPS_AT_ONCE)) + 1
-    edges = np.unique([0, *cuts.tolist(), len(stops)])
-    return (slice(int(first), int(end)) for first, end in pairwise(edges.tolist()))
 
 
 def _sum_in_windows(

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbench.analysis.columns import MISSING, Ints, Mask, RequestColumns
-from ebbench.analysis.metrics import NS_PER_MS, Distribution, Metrics, Slo
+from ebbench.analysis.metrics import NS_PER_MS, Distribution, Slo
 from ebbench.analysis.summary import metric_columns, summarise
 from ebbench.errors import UnknownNameError
 from ebbench.records.run import Run
@@ -178,25 +178,6 @@ def figures_as(columns: RequestColumns, slo: Slo, tools: Iterable[Tool]) -> list
     ]
 
 
-def own_figures(metrics: Metrics) -> dict[str, float | None]:
-    """ebbench's own figures under the names of :func:`figures_as`; percentiles also of few samples, as tools do."""
-    figures: dict[str, float | None] = {}
-    for name in LATENCIES:
-        distribution: Distribution = getattr(metrics, name)
-        figures |= {
-            f"median_{name}_ms": distribution.median,
-            f"mean_{name}_ms": distribution.mean,
-            f"p99_{name}_ms": distribution.estimate("p99"),
-        }
-    rates = {
-        "output_throughput": metrics.output_throughput,
-        "request_throughput": metrics.request_throughput,
-        "request_goodput": metrics.request_goodput,
-        "duration_s": metrics.duration_s,
-    }
-    return figures | rates
-
-
 def _answers(columns: RequestColumns, rows: Mask) -> Answers:
     sent, end = columns.sent, columns.end
     begun, over = sent[sent != MISSING], end[end != MISSING]
@@ -221,22 +202,18 @@ def _figures(answers: Answers, slo: Slo, tool: Tool) -> dict[str, float | None]:
         for statistic, value in zip(STATISTICS, _statistics(reading.latencies[name], tool.steps), strict=True):
             figures[f"{statistic}_{name}_ms"] = None if value is None else value / NS_PER_MS
     duration_s = reading.duration_ns / 1e9
-    good = _good(reading.judged, slo)
+    limits = slo.limits()
+    goodput = None
+    if limits and limits.keys() <= reading.judged.keys():  # else a limit that the tools do not have
+        met = [reading.judged[name] <= limit * NS_PER_MS for name, limit in limits.items()]
+        goodput = int(np.logical_and.reduce(met).sum()) / duration_s
     rates = {
         "output_throughput": int(answers.tokens.sum()) / duration_s,
         "request_throughput": len(answers.tokens) / duration_s,
-        "request_goodput": None if good is None else good / duration_s,
+        "request_goodput": goodput,
         "duration_s": duration_s,
     }
     return figures | rates
-
-
-def _good(judged: Mapping[str, Floats], slo: Slo) -> int | None:
-    """How many answers met every limit; None without limits, and for one that the tools do not have."""
-    limits = slo.limits()
-    if not limits or not limits.keys() <= judged.keys():
-        return None
-    return int(np.logical_and.reduce([judged[name] <= limit * NS_PER_MS for name, limit in limits.items()]).sum())
 
 
 def _statistics(samples: Samples | None, steps: bool) -> Sequence[float | None]:
@@ -278,4 +255,11 @@ def read_as(run: Run, tools: Sequence[Tool], slo: Slo | None = None) -> RunAs:
     """A stored run by the definitions of ``tools``; ``slo`` None uses the limits of the run."""
     summary = summarise(run, slo)
     readings = figures_as(RequestColumns.of(metric_columns(run)), summary.slo, tools)
-    return RunAs(str(run.path), summary.policy, summary.seed, own_figures(summary.metrics), tuple(readings))
+    own: dict[str, float | None] = {}
+    for name in LATENCIES:
+        distribution: Distribution = getattr(summary.metrics, name)
+        own |= {f"median_{name}_ms": distribution.median, f"mean_{name}_ms": distribution.mean}
+        own[f"p99_{name}_ms"] = distribution.estimate("p99")  # also of few samples, as tools do
+    for name in ("output_throughput", "request_throughput", "request_goodput", "duration_s"):
+        own[name] = getattr(summary.metrics, name)
+    return RunAs(str(run.path), summary.policy, summary.seed, own, tuple(readings))

@@ -12,9 +12,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import geometric_mean
 
-from ebbench.analysis.cases import TIE, alike, partition
-from ebbench.analysis.certainty import ALPHA, pairs_needed, two_sided_p
+from ebbench.analysis.cases import ALPHA, TIE, alike, pairs_needed, partition, two_sided_p
 from ebbench.analysis.environment import differences, listed, remedy
 from ebbench.analysis.statistics import confidence_sequence, detectable_loss, holm, paired_t
 from ebbench.analysis.units import DRAFTS, FIGURES, GateUnit, load_units
@@ -65,7 +65,7 @@ class PolicyContrasts:
     some runs have or that cannot be compared, with the reason.
 
     ``deciding``: the figure that decides which is better, by the rule of ``show``
-    (:func:`ebbench.analysis.certainty.deciding_figure`). ``worse``: figures in which the gate's one-sided test
+    (:func:`ebbench.analysis.cases.deciding_figure`). ``worse``: figures in which the gate's one-sided test
     finds the policy worse, with its p-value. ``left_out``: runs that are in no pair.
     ``drafts``: change in tokens per step by what was accepted of drafts, as a share; 0 where alike.
     """
@@ -115,16 +115,12 @@ def load_groups(arguments: Sequence[tuple[Path, Sequence[Path]]]) -> dict[str, l
     for place, (_, paths) in enumerate(arguments):
         for unit in load_units(paths):
             by_place.setdefault((unit.policy, place), []).append(unit)
-    return _merged(by_place, [called for called, _ in arguments])
-
-
-def _merged(by_place: Mapping[tuple[str, int], list[GateUnit]], paths: Sequence[Path]) -> dict[str, list[GateUnit]]:
-    """Merge arguments that hold different plans of one policy; if a plan occurs twice, they stay separate groups."""
+    # Arguments that hold different plans of one policy are merged; if a plan occurs twice, they stay separate groups.
     groups: dict[str, list[GateUnit]] = {}
     for (policy, place), units in by_place.items():
         before = groups.get(policy, [])
         repeated = {unit.plan_hash for unit in before} & {unit.plan_hash for unit in units}
-        label = policy if not repeated else _label(policy, paths[place], groups)
+        label = policy if not repeated else _label(policy, arguments[place][0], groups)
         groups.setdefault(label, []).extend(units)
     return groups
 
@@ -234,8 +230,8 @@ def _contrast(figure: str, pairs: Sequence[Pair]) -> Contrast:
     interval = confidence_sequence(logs) if sequential and several else paired_t(logs)
     return Contrast(
         figure=figure,
-        baseline=math.exp(math.fsum(math.log(before) for before, _ in known) / len(known)),
-        value=math.exp(math.fsum(math.log(after) for _, after in known) / len(known)),
+        baseline=geometric_mean(before for before, _ in known),
+        value=geometric_mean(after for _, after in known),
         change=math.expm1(interval.mean),
         low=math.expm1(interval.low) if math.isfinite(interval.low) else None,
         high=math.expm1(interval.high) if math.isfinite(interval.high) else None,
@@ -254,7 +250,14 @@ def _adjusted(others: Sequence[PolicyContrasts]) -> list[PolicyContrasts]:
 
     def leveled(policy: PolicyContrasts, contrast: Contrast) -> Contrast:
         if _decisive(policy, contrast):
-            return _with_level(contrast, policy.pairs, next(adjusted), level)
+            p_adjusted = next(adjusted)
+            logs = [math.log(after / before) for before, after in _values(contrast.figure, policy.pairs)]
+            mean = math.fsum(logs) / len(logs)
+            spread = math.sqrt(math.fsum((x - mean) ** 2 for x in logs) / (len(logs) - 1))
+            smallest = detectable_loss(spread, len(logs), alpha=level)
+            return replace(
+                contrast, p_adjusted=p_adjusted, detectable=None if smallest is None else math.expm1(smallest)
+            )
         if contrast.figure == policy.deciding and contrast.p is not None:
             return replace(
                 contrast, p_adjusted=min(1.0, contrast.p * (len(tested) + 1))
@@ -278,14 +281,6 @@ def pairs_needed_by(comparison: PairedComparison) -> int:
         contrast.figure in gated_by_default(units_of(c.pairs)) for c in comparison.others for contrast in c.contrasts
     )
     return pairs_needed(tests)
-
-
-def _with_level(contrast: Contrast, pairs: Sequence[Pair], p_adjusted: float, level: float) -> Contrast:
-    logs = [math.log(after / before) for before, after in _values(contrast.figure, pairs)]
-    mean = math.fsum(logs) / len(logs)
-    spread = math.sqrt(math.fsum((x - mean) ** 2 for x in logs) / (len(logs) - 1))
-    smallest = detectable_loss(spread, len(logs), alpha=level)
-    return replace(contrast, p_adjusted=p_adjusted, detectable=None if smallest is None else math.expm1(smallest))
 
 
 def _values(figure: str, pairs: Sequence[Pair]) -> list[tuple[float, float]]:

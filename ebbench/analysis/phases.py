@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ebbench.analysis.columns import NEEDED, Mask, RequestColumns
 from ebbench.analysis.documents import Column, Document, Section, Value, labels
-from ebbench.analysis.metrics import NS_PER_MS, Slo, limited_ns
+from ebbench.analysis.metrics import NS_PER_MS, limited_ns
 from ebbench.analysis.summary import Summary, summarise_phases
 from ebbench.errors import UsageError
 from ebbench.records.run import Run
@@ -78,10 +78,18 @@ def recoveries(run: Run) -> tuple[Recovery, ...]:
     last_tokens_s = np.sort(columns.last_token[columns.ok]) / 1e9
     phases = []
     for name, start, end in spans:
-        phase = _recovery(name, start, end, times_s, cumulative, changes)
-        ended = np.searchsorted(last_tokens_s, [start, start + phase.controller_s], "right")
+        inside = changes[(changes > start) & (changes < end)]
+        controller_s = float(inside[-1]) - start if len(inside) else 0.0
+        ended = np.searchsorted(last_tokens_s, [start, start + controller_s], "right")
+        phase = _recovery(name, start, end, times_s, cumulative)
         phases.append(
-            replace(phase, ttft_recovery_s=ttft_recovery(columns, name), controller_requests=int(ended[1] - ended[0]))
+            replace(
+                phase,
+                ttft_recovery_s=ttft_recovery(columns, name),
+                controller_s=controller_s,
+                controller_requests=int(ended[1] - ended[0]),
+                switches=len(inside),
+            )
         )
     return tuple(phases)
 
@@ -148,23 +156,14 @@ def mode_changes(run: Run) -> npt.NDArray[np.float64]:
 
 
 def _recovery(
-    name: str,
-    start: float,
-    end: float,
-    times_s: npt.NDArray[np.float64],
-    cumulative: npt.NDArray[np.float64],
-    changes: npt.NDArray[np.float64],
+    name: str, start: float, end: float, times_s: npt.NDArray[np.float64], cumulative: npt.NDArray[np.float64]
 ) -> Recovery:
-    inside = changes[(changes > start) & (changes < end)]
     span = end - start
 
     def done(at: npt.NDArray[np.float64] | float) -> npt.NDArray[np.float64]:
         return np.asarray(cumulative[np.searchsorted(times_s, at, "right")])
 
-    phase = Recovery(
-        name, start, end, float(done(end) - done(start)) / span if span else None,
-        controller_s=float(inside[-1]) - start if len(inside) else 0.0, switches=len(inside),
-    )  # fmt: skip
+    phase = Recovery(name, start, end, float(done(end) - done(start)) / span if span else None)
     window = max(WINDOW_S, WINDOW_SHARE * span)
     if span < 4 * window:
         return phase
@@ -252,14 +251,13 @@ _NOTES = (
 )
 
 
-def phases_document(runs: Sequence[Run], slo: Slo | None = None) -> Document:
-    """One section per run, one row per phase. ``slo`` None uses the limits of each run. Raises DataError."""
-    sections = tuple(_section(run, slo) for run in runs)
-    return Document("phases", "By phase", sections, _NOTES)
+def phases_document(runs: Sequence[Run]) -> Document:
+    """One section per run, one row per phase, by the limits of each run. Raises DataError."""
+    return Document("phases", "By phase", tuple(map(_section, runs)), _NOTES)
 
 
-def _section(run: Run, slo: Slo | None) -> Section:
-    summaries = summarise_phases(run, slo)
+def _section(run: Run) -> Section:
+    summaries = summarise_phases(run)
     recovery_by_phase = {recovery.phase: recovery for recovery in recoveries(run)}
     with_slo = any(summary.slo for summary in summaries)
     columns = (

@@ -39,18 +39,17 @@ class Rebuilt:
     damaged: tuple[Path, ...]
 
 
-def is_cut_off(directory: Path) -> bool:
-    """Whether a directory holds a run that began and never ended."""
-    return (directory / PARTIAL).exists() and not (directory / MANIFEST).exists()
-
-
 def cut_off_runs(paths: Sequence[Path]) -> list[Path]:
     """Interrupted runs among ``paths`` and in directories among them. Raises DataError for a missing path."""
     cut_off = []
     for path in paths:
         require_directory(path)
         inside = sorted(child.parent for child in path.glob(f"*/{PARTIAL}"))
-        cut_off += [directory for directory in [path, *inside] if is_cut_off(directory)]
+        cut_off += [
+            directory
+            for directory in [path, *inside]
+            if (directory / PARTIAL).exists() and not (directory / MANIFEST).exists()
+        ]
     return cut_off
 
 
@@ -62,7 +61,25 @@ def rebuild(directory: Path, *, skip_damaged: bool = False) -> Rebuilt:
     damaged: list[Path] = []
     manifest, shards, tables = _read(directory, damaged, skip=skip_damaged)
     recorded = tables["requests"]
-    tables["requests"] = with_plan_columns(_complete(recorded, tables["plan"]), tables["plan"])
+    # All planned requests, in plan order.
+    plan = tables["plan"]
+    known = pc.is_in(plan["request_id"], value_set=recorded["request_id"].combine_chunks())
+    lost = plan.filter(pc.invert(known))
+    count = lost.num_rows
+    given = {
+        name: lost[name] for name in ("request_id", "session", "turn", "phase", "input_tokens") if name in PLAN.names
+    }
+    given |= {
+        "output_tokens_planned": lost["output_tokens"],
+        "status": pa.array(["cancelled"] * count, pa.string()),
+        "error_class": pa.array([NOT_RECORDED] * count, pa.string()),
+    }
+    rows = pa.table([given.get(f.name, pa.nulls(count, f.type)) for f in REQUESTS], schema=REQUESTS)
+    whole = pa.concat_tables([recorded, rows], promote_options="default").combine_chunks()
+    order = pc.index_in(plan["request_id"], value_set=whole["request_id"].combine_chunks())
+    unplanned = pc.invert(pc.is_in(whole["request_id"], value_set=plan["request_id"].combine_chunks()))
+    whole = pa.concat_tables([whole.take(order), whole.filter(unplanned)])
+    tables["requests"] = with_plan_columns(whole, plan)
     finished = RunWriter(directory).finish(_judged(manifest, tables, recorded.num_rows, damaged), tables)
     for shard in (shard for paths in shards.values() for shard in paths if ".part-" in shard.name):
         if shard not in damaged:
@@ -98,7 +115,10 @@ def _read(
     tables = {name: _join_shards(name, paths, damaged, directory, skip=skip) for name, paths in shards.items()}
     if not tables["plan"].num_rows:
         raise DataError(f"{directory}: nothing to rebuild; the plan was not stored")
-    tables["requests"] = _once(tables["requests"])
+    requests = tables["requests"]
+    if pc.count_distinct(requests["request_id"]).as_py() < requests.num_rows:  # the last one of those stored twice
+        last = {request: row for row, request in enumerate(requests["request_id"].to_pylist())}
+        tables["requests"] = requests.take(pa.array(sorted(last.values()), pa.int64()))
     return manifest, shards, tables
 
 
@@ -118,34 +138,6 @@ def _join_shards(name: str, paths: Sequence[Path], damaged: list[Path], director
     if not tables:
         return SCHEMAS[name].empty_table()
     return pa.concat_tables(tables, promote_options="default").combine_chunks()
-
-
-def _once(requests: pa.Table) -> pa.Table:
-    """One row per request: the last one if a request was stored twice."""
-    if pc.count_distinct(requests["request_id"]).as_py() == requests.num_rows:
-        return requests
-    last = {request: row for row, request in enumerate(requests["request_id"].to_pylist())}
-    return requests.take(pa.array(sorted(last.values()), pa.int64()))
-
-
-def _complete(recorded: pa.Table, plan: pa.Table) -> pa.Table:
-    """All planned requests, in plan order."""
-    known = pc.is_in(plan["request_id"], value_set=recorded["request_id"].combine_chunks())
-    lost = plan.filter(pc.invert(known))
-    count = lost.num_rows
-    given = {
-        name: lost[name] for name in ("request_id", "session", "turn", "phase", "input_tokens") if name in PLAN.names
-    }
-    given |= {
-        "output_tokens_planned": lost["output_tokens"],
-        "status": pa.array(["cancelled"] * count, pa.string()),
-        "error_class": pa.array([NOT_RECORDED] * count, pa.string()),
-    }
-    rows = pa.table([given.get(f.name, pa.nulls(count, f.type)) for f in REQUESTS], schema=REQUESTS)
-    whole = pa.concat_tables([recorded, rows], promote_options="default").combine_chunks()
-    order = pc.index_in(plan["request_id"], value_set=whole["request_id"].combine_chunks())
-    unplanned = pc.invert(pc.is_in(whole["request_id"], value_set=plan["request_id"].combine_chunks()))
-    return pa.concat_tables([whole.take(order), whole.filter(unplanned)])
 
 
 def _judged(manifest: Manifest, tables: dict[str, pa.Table], recorded: int, damaged: Sequence[Path]) -> Manifest:

@@ -102,7 +102,11 @@ def _spans(
     rows = np.flatnonzero(ok)
     rows = rows[np.lexsort((columns.intended[rows], number[rows]))]
     session, starts, ends = number[rows], columns.intended[rows], columns.last_token[rows]
-    latest = _latest_so_far(session, ends)
+    by_end = np.argsort(ends, kind="stable")
+    rank = np.empty(len(ends), np.int64)
+    rank[by_end] = np.arange(len(ends))
+    reached = np.maximum.accumulate(session.astype(np.int64) * len(ends) + rank)
+    latest: Ints = ends[by_end][reached % max(len(ends), 1)]
     begins = np.ones(len(rows), np.bool_)
     begins[1:] = session[1:] != session[:-1]
     idle = np.zeros(len(rows), np.int64)
@@ -115,16 +119,6 @@ def _spans(
     np.add.at(wait, session, idle)
     np.add.at(tool, session, np.minimum(idle, np.maximum(columns.tool[rows], 0)))
     return start, end, wait, tool
-
-
-def _latest_so_far(session: Ints, ends: Ints) -> Ints:
-    """The largest end of each session up to every row; rows are ordered by session."""
-    by_end = np.argsort(ends, kind="stable")
-    rank = np.empty(len(ends), np.int64)
-    rank[by_end] = np.arange(len(ends))
-    reached = np.maximum.accumulate(session.astype(np.int64) * len(ends) + rank)
-    latest: Ints = ends[by_end][reached % max(len(ends), 1)]
-    return latest
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,11 @@ def sign_flip_ps(trials: Floats) -> Floats:
     if trials.ndim != 2 or not trials.shape[1]:
         raise ValueError("a sign-flip test needs at least one pair")
     if trials.shape[1] <= EXACT_PAIRS:
-        return _exact(trials)
+        sums = trials @ _signs(trials.shape[1]).T
+        observed = trials.sum(axis=1)
+        slack = 1e-12 * np.abs(trials).sum(axis=1)  # sums that are equal except for rounding count as equal
+        ps: Floats = (sums >= (observed - slack)[:, np.newaxis]).mean(axis=1)
+        return ps
     result = _stats().permutation_test(
         (trials,),
         np.mean,
@@ -62,15 +66,6 @@ def sign_flip_ps(trials: Floats) -> Floats:
         rng=np.random.default_rng(0),  # fixed seed: equal data give equal verdicts
     )
     return np.asarray(result.pvalue, np.float64)
-
-
-def _exact(trials: Floats) -> Floats:
-    """Exact p-values from all 2**n sums; one of them is the observed sum, so a p-value is never 0."""
-    sums = trials @ _signs(trials.shape[1]).T
-    observed = trials.sum(axis=1)
-    slack = 1e-12 * np.abs(trials).sum(axis=1)  # sums that are equal except for rounding count as equal
-    ps: Floats = (sums >= (observed - slack)[:, np.newaxis]).mean(axis=1)
-    return ps
 
 
 @cache
@@ -149,7 +144,9 @@ def detectable_loss(
 @cache
 def _needed_shift(pairs: int, alpha: float, margin: float, power: float) -> float:
     """The shift (standard deviations) detected with probability ``power``, by bisection over one set of draws."""
-    draws = np.random.default_rng(12345).standard_normal((_draws(pairs), pairs))
+    draws = np.random.default_rng(12345).standard_normal(
+        (_MDE_DRAWS if pairs <= 8 else max(_MDE_DRAWS >> (pairs - 8), 500), pairs)
+    )
 
     def share_failed(shift: float) -> float:
         shifted = draws + shift
@@ -166,10 +163,6 @@ def _needed_shift(pairs: int, alpha: float, margin: float, power: float) -> floa
         middle = (low + high) / 2
         low, high = (low, middle) if share_failed(middle) >= power else (middle, high)
     return high
-
-
-def _draws(pairs: int) -> int:
-    return _MDE_DRAWS if pairs <= 8 else max(_MDE_DRAWS >> (pairs - 8), 500)
 
 
 def _significant(trials: Floats, alpha: float) -> npt.NDArray[np.bool_]:

@@ -30,6 +30,7 @@ from ebbench.analysis.metrics import (
     Distribution,
     Metrics,
     Slo,
+    Window,
     cost_and_energy,
     measure,
     measure_classes,
@@ -121,11 +122,6 @@ def sets_drafts(policy: str) -> bool:
         return parse_policy(policy).varies_drafts
     except PolicyError:  # the label of a server's policy
         return False
-
-
-def mean_acceptance(rates: Sequence[Sequence[float]]) -> list[float]:
-    """The mean per position over several runs; positions that a run does not have are left out."""
-    return [sum(position) / len(position) for position in zip(*rates, strict=False)]
 
 
 # The clients that sent a run's requests: machines, where there were several, and connections.
@@ -330,7 +326,8 @@ def summarise(run: Run, slo: Slo | None = None) -> Summary:
 
     Raises DataError for damaged files, UsageError if ``slo`` limits a class that no request has.
     """
-    return _Summariser(run, slo).whole()
+    slo, columns, windows = _measured_by(run, slo)
+    return make_summary(run, measure(columns, slo=slo, windows=windows), slo, columns)
 
 
 def make_summary(run: Run, metrics: Metrics, slo: Slo, columns: RequestColumns) -> Summary:
@@ -341,7 +338,22 @@ def make_summary(run: Run, metrics: Metrics, slo: Slo, columns: RequestColumns) 
 
 def summarise_phases(run: Run, slo: Slo | None = None) -> tuple[Summary, ...]:
     """One summary per phase, in order of their first request."""
-    return _Summariser(run, slo).phases()
+    slo, columns, windows = _measured_by(run, slo)
+    summaries = []
+    for name in dict.fromkeys(columns.phase.tolist()):
+        own = [window for window in windows if window.phase == name]
+        metrics = measure(columns, rows=columns.phase == name, slo=slo, windows=own)
+        summaries.append(_summary(run, metrics, slo, name))
+    return tuple(summaries)
+
+
+def _measured_by(run: Run, slo: Slo | None) -> tuple[Slo, RequestColumns, tuple[Window, ...]]:
+    """The limits in force, the columns of all requests, and the steady windows. Raises UsageError."""
+    columns = RequestColumns.of(metric_columns(run))
+    if slo is not None:
+        refuse_unknown_classes([name for name, _ in slo.classes], columns.classes)
+    limits = slo_from_limits(run.manifest.slo) if slo is None else slo
+    return limits, columns, steady_windows(columns, run.manifest.phases)
 
 
 def metric_columns(run: Run) -> pa.Table:
@@ -349,29 +361,6 @@ def metric_columns(run: Run) -> pa.Table:
     return run.table(
         "requests", [*NEEDED, *(name for name in REQUESTS_EXTRAS.names if run.has_column("requests", name))]
     )
-
-
-class _Summariser:
-    def __init__(self, run: Run, slo: Slo | None) -> None:
-        self.run = run
-        self.slo = slo_from_limits(run.manifest.slo) if slo is None else slo
-        self.columns = RequestColumns.of(metric_columns(run))
-        if slo is not None:
-            refuse_unknown_classes([name for name, _ in slo.classes], self.columns.classes)
-        self.windows = steady_windows(self.columns, run.manifest.phases)
-
-    def whole(self) -> Summary:
-        metrics = measure(self.columns, slo=self.slo, windows=self.windows)
-        return make_summary(self.run, metrics, self.slo, self.columns)
-
-    def phases(self) -> tuple[Summary, ...]:
-        names = list(dict.fromkeys(self.columns.phase.tolist()))
-        return tuple(self._phase(name) for name in names)
-
-    def _phase(self, name: str) -> Summary:
-        windows = [window for window in self.windows if window.phase == name]
-        rows = self.columns.phase == name
-        return _summary(self.run, measure(self.columns, rows=rows, slo=self.slo, windows=windows), self.slo, name)
 
 
 def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
@@ -479,7 +468,9 @@ def mean_over_repeats(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if all(name in summary.get("classes", {}) for summary in summaries)
         }
     if "acceptance" in first:
-        merged["acceptance"] = mean_acceptance([summary.get("acceptance", ()) for summary in summaries])
+        positions = zip(*(summary.get("acceptance", ()) for summary in summaries), strict=False)
+        merged["acceptance"] = [sum(position) / len(position) for position in positions]
+    failures = [[Failure(**failure) for failure in summary.get("failures", ())] for summary in summaries]
     merged |= {
         "valid": all(summary["valid"] for summary in summaries),
         "interrupted": any(summary["interrupted"] for summary in summaries),
@@ -487,7 +478,7 @@ def mean_over_repeats(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             name: list({shown_text(text): text for summary in summaries for text in summary[name]}.values())
             for name in ("warnings", "reasons")
         },
-        "failures": [asdict(failure) for failure in merge_failures(_failures_in(summaries))],
+        "failures": [asdict(failure) for failure in merge_failures(failures)],
         "steady": None,
         "seeds": [summary["seed"] for summary in summaries],
         "spread": spread,
@@ -510,10 +501,6 @@ def _averaged(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[s
     if all("per_session" in row for row in rows):
         merged["per_session"] = _averaged([row["per_session"] for row in rows])[0]
     return merged, spread
-
-
-def _failures_in(summaries: Sequence[Mapping[str, Any]]) -> list[list[Failure]]:
-    return [[Failure(**failure) for failure in summary.get("failures", ())] for summary in summaries]
 
 
 _AVERAGED = frozenset(

@@ -228,8 +228,11 @@ def trend_of(kind: SeriesKind, points: Sequence[Point], figure: str, rules: Rule
     alert: Alert = "worse" if changes and changes[-1].direction == "worse" else ""
     if newest is not None and newest.outcome == "fail":
         alert = "worse"
-    elif not alert and newest is not None and _newest_is_worst(since, figure, rules):
-        alert = "doubt"
+    elif not alert and newest is not None:
+        sign = -1.0 if is_higher_better(figure) else 1.0
+        *earlier, last = [sign * level for level in _levels(since, figure)]
+        if last > max(earlier) and last - fmean(earlier) >= math.log1p(rules.margin_of(figure)):
+            alert = "doubt"
     return Trend(kind, figure, tuple(points), values, tuple(changes), newest, alert)
 
 
@@ -319,13 +322,6 @@ def _stands_out(levels: Sequence[float], place: int) -> float:
     """Difference of the means on both sides of a place, in units of its standard error but for a factor."""
     before, after = levels[:place], levels[place:]
     return abs(fmean(after) - fmean(before)) * math.sqrt(len(before) * len(after) / len(levels))
-
-
-def _newest_is_worst(points: Sequence[Point], figure: str, rules: Rules) -> bool:
-    """Whether the last point is worse than every other one, and than their mean by the margin."""
-    sign = -1.0 if is_higher_better(figure) else 1.0
-    *earlier, last = [sign * level for level in _levels(points, figure)]
-    return last > max(earlier) and last - fmean(earlier) >= math.log1p(rules.margin_of(figure))
 
 
 def trends_of(runs: Sequence[Run], rules: Rules = DEFAULT_RULES) -> list[list[Trend]]:

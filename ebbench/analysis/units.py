@@ -200,7 +200,14 @@ def _unit_of(run: Run) -> GateUnit:
         virtual=manifest.clock == "virtual",
         anchor_unix_ns=manifest.anchor_unix_ns,
         run=str(run.path),
-        figures=unit_figures(summary.metrics) | {DRAFTS: summary.tokens_per_step} | _of_classes(summary.classes),
+        figures=unit_figures(summary.metrics)
+        | {DRAFTS: summary.tokens_per_step}
+        | {
+            f"{name}:{figure}": value
+            for name, metrics in summary.classes.items()
+            if name != NO_CLASS
+            for figure, value in unit_figures(metrics).items()
+        },
         slo=str(summary.slo),
         load=describe_load(manifest),
         conditions=summary.conditions,
@@ -236,15 +243,6 @@ def unit_figures(metrics: Metrics) -> dict[str, float | None]:
     }
     figures = rates | latencies
     return {figure: figures.get(figure) for figure in MEASURED}
-
-
-def _of_classes(classes: Mapping[str, Metrics]) -> dict[str, float | None]:
-    return {
-        f"{name}:{figure}": value
-        for name, metrics in classes.items()
-        if name != NO_CLASS
-        for figure, value in unit_figures(metrics).items()
-    }
 
 
 def of_policy(units: Sequence[GateUnit], policy: str, side: str) -> list[GateUnit]:

@@ -158,7 +158,8 @@ def failures_by_cause(requests: pa.Table, phase: str = "") -> tuple[Failure, ...
         return ()
     groups: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for error_class, message, count in _distinct(failed):
-        groups.setdefault((error_class, _remedy(error_class, message)), []).append((message, count))
+        remedy = next((cause.remedy for cause in _CAUSES if cause.explains(error_class, message)), "")
+        groups.setdefault((error_class, remedy), []).append((message, count))
     failures = [
         Failure(error_class, sum(count for _, count in messages), _example(messages), remedy)
         for (error_class, remedy), messages in groups.items()
@@ -192,11 +193,14 @@ def _distinct(failed: pa.Table) -> Iterator[tuple[str, str, int]]:
     pairs = pa.table({"class": classes, "body": failed["error_body"].cast(pa.string())})
     counted = pairs.group_by(["class", "body"], use_threads=False).aggregate([([], "count_all")])
     for row in counted.to_pylist():
-        yield row["class"], _words(row["body"] or ""), row["count_all"]
-
-
-def _remedy(error_class: str, message: str) -> str:
-    return next((cause.remedy for cause in _CAUSES if cause.explains(error_class, message)), "")
+        # OpenAI's ``error.message``, FastAPI's ``detail``, or the text itself.
+        text = (row["body"] or "").strip()
+        advice = mark[0] if (mark := _ADVICE.match(text)) else ""
+        text = text[len(advice) :]
+        if text.startswith("{"):
+            with suppress(msgspec.DecodeError, RecursionError):  # not JSON, or cut at the maximum length
+                text = _message_in(msgspec.json.decode(text)) or text
+        yield row["class"], " ".join(f"{advice}{text}".split()), row["count_all"]
 
 
 def _example(messages: Sequence[tuple[str, int]]) -> str:
@@ -206,17 +210,6 @@ def _example(messages: Sequence[tuple[str, int]]) -> str:
         counts[message] = counts.get(message, 0) + count
     example = max(counts, key=lambda message: (bool(message), counts[message]))
     return example if len(example) <= LONGEST_EXAMPLE else f"{example[:LONGEST_EXAMPLE].rstrip()}…"
-
-
-def _words(body: str) -> str:
-    """The message in an error body: OpenAI's ``error.message``, FastAPI's ``detail``, or the text itself."""
-    text = body.strip()
-    advice = mark[0] if (mark := _ADVICE.match(text)) else ""
-    text = text[len(advice) :]
-    if text.startswith("{"):
-        with suppress(msgspec.DecodeError, RecursionError):  # not JSON, or cut at the maximum length
-            text = _message_in(msgspec.json.decode(text)) or text
-    return " ".join(f"{advice}{text}".split())
 
 
 def _message_in(value: object) -> str:
@@ -288,7 +281,8 @@ def by_settings(runs: Sequence[Mapping[str, str]], words: Callable[[str, str], s
             return ""
         chosen: dict[str, list[str]] = {}
         for name in runs[0]:
-            if values := _distinguishing_values(name, places, runs):
+            values = list(dict.fromkeys(runs[place][name] for place in sorted(places)))
+            if len(values) < len({run[name] for run in runs}):  # other runs have other values
                 chosen[name] = values
             having = {place for place, run in enumerate(runs) if all(run[own] in chosen[own] for own in chosen)}
             if having == set(places):
@@ -296,12 +290,6 @@ def by_settings(runs: Sequence[Mapping[str, str]], words: Callable[[str, str], s
         return f"{len(places)} of {len(runs)} {of}: "
 
     return owner
-
-
-def _distinguishing_values(name: str, places: Collection[int], runs: Sequence[Mapping[str, str]]) -> list[str]:
-    """The values of a setting at ``places``, if other runs have others; else none."""
-    values = list(dict.fromkeys(runs[place][name] for place in sorted(places)))
-    return values if len(values) < len({run[name] for run in runs}) else []
 
 
 FAILURE_LIMIT = 0.01
@@ -351,12 +339,7 @@ def _accounting(requests: pa.Table, plan: pa.Table, columns: RequestColumns) -> 
     unknown = sorted(set(columns.status.tolist()) - set(STATUSES))
     if unknown:
         reasons.append(warning("status-unknown", statuses=unknown))
-    return reasons + _inconsistent(columns, requests)
-
-
-def _inconsistent(columns: RequestColumns, requests: pa.Table) -> list[RunWarning]:
     claimed, ok = columns.status == "ok", columns.ok
-    reasons: list[RunWarning] = []
     untimed = int((claimed & ~ok).sum())
     if untimed:
         reasons.append(warning("times-missing", requests=untimed))

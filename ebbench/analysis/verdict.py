@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import geometric_mean
 from typing import Literal
 
 from msgspec import to_builtins
@@ -278,11 +279,19 @@ def judge(
     adjusted = dict(zip(gated, holm([_p(losses[figure], rules) for figure in gated]), strict=True))
     level = rules.alpha / max(len(gated), 1) if with_detectable and not rules.sequential else None
     judged = tuple(_judged(figure, losses[figure], pairs, adjusted.get(figure), level, rules) for figure in losses)
-    partial = [figure for figure in rules.gated if figure in skipped and _leaves_open(figure, pairs, rules)]
+    # A gated figure that cannot be judged leaves the verdict open if it was chosen, or if some runs have it.
+    chosen = rules.gated != GATED
+    partial = [name for name in rules.gated if name in skipped and (chosen or measured_somewhere(name, pairs))]
     cause = _order_cause(pairs, {figure: losses[figure] for figure in gated}, rules)
     outcome, reason = _conclude([entry for entry in judged if entry.gated], partial, len(pairs), rules, cause)
-    notes = (*further_notes, *_worse_classes(losses, rules), *_notes(pairs))
-    return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, notes, cause)
+    # Classes of requests that are worse by the gate's test, in figures that are not gated.
+    watched = [figure for figure in losses if ":" in figure and figure not in rules.gated]
+    means = {figure: math.expm1(math.fsum(losses[figure]) / len(losses[figure])) for figure in watched}
+    tested = zip(watched, holm([_p(losses[figure], rules) for figure in watched]), strict=True)
+    worse = {figure: means[figure] for figure, p in tested if p <= rules.alpha}
+    worse = {figure: loss for figure, loss in worse.items() if loss >= rules.margin_of(figure)}
+    notes = [*further_notes, *([fact("worse_classes", losses=worse)] if worse else []), *_notes(pairs)]
+    return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, tuple(notes), cause)
 
 
 def gated_by_default(units: Sequence[GateUnit]) -> tuple[str, ...]:
@@ -306,18 +315,9 @@ def figures_by_class(pairs: Sequence[Pair]) -> list[str]:
     return [f"{name}:{figure}" for name in classes for figure in OF_CLASSES]
 
 
-def _worse_classes(losses: Mapping[str, Sequence[float]], rules: Rules) -> tuple[Fact, ...]:
-    """A note on classes of requests that are worse by the gate's test, in figures that are not gated."""
-    watched = [figure for figure in losses if ":" in figure and figure not in rules.gated]
-    means = {figure: math.expm1(math.fsum(losses[figure]) / len(losses[figure])) for figure in watched}
-    tested = zip(watched, holm([_p(losses[figure], rules) for figure in watched]), strict=True)
-    worse = [figure for figure, p in tested if p <= rules.alpha and means[figure] >= rules.margin_of(figure)]
-    return (fact("worse_classes", losses={figure: means[figure] for figure in worse}),) if worse else ()
-
-
-def worse_by_gate(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES) -> dict[str, float]:
+def worse_by_gate(pairs: Sequence[Pair]) -> dict[str, float]:
     """The gated figures in which the candidate is worse by the gate's test, with p; margins are not asked for."""
-    rules = replace(_with_figures(rules, pairs), sequential=rules.sequential or repeated_until_clear(pairs))
+    rules = replace(_with_figures(DEFAULT_RULES, pairs), sequential=repeated_until_clear(pairs))
     losses = {
         figure: losses_or_why
         for figure in rules.gated
@@ -330,11 +330,6 @@ def worse_by_gate(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES) -> dict[s
 def repeated_until_clear(pairs: Sequence[Pair]) -> bool:
     """Whether any run was repeated until the answer was clear (``run --repeats auto``)."""
     return any(unit.until_clear for unit in units_of(pairs))
-
-
-def _leaves_open(figure: str, pairs: Sequence[Pair], rules: Rules) -> bool:
-    """Whether a gated figure that cannot be judged leaves the verdict open: it was chosen, or some runs have it."""
-    return rules.gated != GATED or measured_somewhere(figure, pairs)
 
 
 def _p(losses: Sequence[float], rules: Rules) -> float:
@@ -399,8 +394,9 @@ def _judged(
     return Judged(
         figure=figure,
         gated=gated,
-        baseline=_typical([pair.baseline.figures[figure] for pair in pairs]),
-        candidate=_typical([pair.candidate.figures[figure] for pair in pairs]),
+        # The geometric means, which correspond to the mean log ratio.
+        baseline=geometric_mean(value for pair in pairs if (value := pair.baseline.figures[figure])),
+        candidate=geometric_mean(value for pair in pairs if (value := pair.candidate.figures[figure])),
         losses=losses,
         loss=math.expm1(interval.mean),
         low=_share(interval.low),
@@ -481,17 +477,6 @@ def _order_cause(pairs: Sequence[Pair], losses: Mapping[str, Sequence[float]], r
     return fact("second_worse", by=worse) if worse else None
 
 
-def _warm_server(pairs: Sequence[Pair]) -> str:
-    """The server that met the prompts of every pair twice in the same order, without its cache emptied; else empty."""
-    servers = {
-        pair.candidate.server if pair.candidate.server == pair.baseline.server else ""
-        for pair in pairs
-        if pair.candidate.cache_unknown and pair.baseline.cache_unknown
-    }
-    orders = {pair.candidate.anchor_unix_ns > pair.baseline.anchor_unix_ns for pair in pairs}
-    return servers.pop() if len(servers) == len(orders) == 1 else ""
-
-
 def _notes(pairs: Sequence[Pair]) -> tuple[Fact, ...]:
     notes = []
     policies = dict.fromkeys(unit.policy for pair in pairs for unit in (pair.baseline, pair.candidate))
@@ -513,7 +498,9 @@ def _notes(pairs: Sequence[Pair]) -> tuple[Fact, ...]:
     if copies := sum(pair.copies for pair in pairs):
         notes.append(fact(COPIES, pairs=copies))
     real = [pair for pair in pairs if not pair.baseline.virtual]
-    if real and not _interleaved(real):
+    before = [pair.baseline.anchor_unix_ns for pair in real]
+    after = [pair.candidate.anchor_unix_ns for pair in real]
+    if len(real) > 1 and (max(before) < min(after) or max(after) < min(before)):
         notes.append(fact("not_interleaved"))
     return (*notes, *_about_server(real))
 
@@ -522,7 +509,14 @@ def _about_server(pairs: Sequence[Pair]) -> list[Fact]:
     """Why a server's figures are not of what was asked for; of its cache, what it means for the two sides."""
     notes: list[Fact] = []
     codes = set(ABOUT_SERVER)
-    if server := _warm_server(pairs):
+    # The server that met the prompts of every pair twice in the same order, without its cache emptied.
+    servers = {
+        pair.candidate.server if pair.candidate.server == pair.baseline.server else ""
+        for pair in pairs
+        if pair.candidate.cache_unknown and pair.baseline.cache_unknown
+    }
+    orders = {pair.candidate.anchor_unix_ns > pair.baseline.anchor_unix_ns for pair in pairs}
+    if len(servers) == len(orders) == 1 and (server := servers.pop()):
         codes.remove(WARM_CACHE)
         side = "candidate" if pairs[0].candidate.anchor_unix_ns > pairs[0].baseline.anchor_unix_ns else "baseline"
         notes.append(fact("cache_warm_for_second", side=side, server=server))
@@ -530,22 +524,9 @@ def _about_server(pairs: Sequence[Pair]) -> list[Fact]:
     return notes + [warning for unit in units for warning in unit.about_server if warning.code in codes]
 
 
-def _interleaved(pairs: Sequence[Pair]) -> bool:
-    """Whether the sides alternate in time."""
-    before = [pair.baseline.anchor_unix_ns for pair in pairs]
-    after = [pair.candidate.anchor_unix_ns for pair in pairs]
-    return len(pairs) < 2 or not (max(before) < min(after) or max(after) < min(before))
-
-
 def _spread(losses: Sequence[float]) -> float:
     mean = math.fsum(losses) / len(losses)
     return math.sqrt(math.fsum((x - mean) ** 2 for x in losses) / (len(losses) - 1)) if len(losses) > 1 else 0.0
-
-
-def _typical(values: Sequence[float | None]) -> float:
-    """Geometric mean, which corresponds to the mean log ratio."""
-    known = [math.log(value) for value in values if value]
-    return math.exp(math.fsum(known) / len(known))
 
 
 def _share(log_loss: float) -> float:

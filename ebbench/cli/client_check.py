@@ -43,7 +43,7 @@ def client_check(
                 levels.append(level)
                 work.done += 1
                 if not as_json:
-                    messages.say(_progress(level))
+                    messages.say(f"{level.streams} streams: {'kept' if level.trustworthy else 'not kept'}")
     except UsageError as error:  # more streams than this process may have open files
         if not levels:
             raise
@@ -55,10 +55,6 @@ def client_check(
         _print(levels)
         if refused:
             typer.echo(f"More was not tried: {refused}")
-
-
-def _progress(level: LoadLevel) -> str:
-    return f"{level.streams} streams: {'kept' if level.trustworthy else 'not kept'}"
 
 
 def _limit(levels: list[LoadLevel]) -> dict[str, float] | None:
@@ -94,10 +90,10 @@ def _print(levels: list[LoadLevel]) -> None:
     limit = _limit(levels)
     if limit is None:
         console.print("The client is not accurate at any load tried; is the machine busy?", markup=False)
-    elif levels[-1].trustworthy:
-        load = f"{limit['streams']:,} streams ({limit['tokens_per_s']:,.0f} tokens/s)"
+        return
+    load = f"{limit['streams']:,} streams ({limit['tokens_per_s']:,.0f} tokens/s)"
+    if levels[-1].trustworthy:
         console.print(f"Accurate up to at least {load}, the largest load tried.", markup=False)
     else:
-        load = f"{limit['streams']:,} streams ({limit['tokens_per_s']:,.0f} tokens/s)"
         reason = "the fake server was late too" if levels[-1].server_late_ms > 10 else "the client was the limit"
         console.print(f"Accurate up to {load}; at {levels[-1].streams:,} streams {reason}.", markup=False)

@@ -53,14 +53,11 @@ def fake_server(
 
 
 def _list_faults() -> None:
-    from rich.table import Table
-
     from ebbench.fakeserver.config import KINDS
     from ebbench.render.documents import Console
+    from ebbench.render.tables import plain_table
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("fault", no_wrap=True)
-    table.add_column("what happens")
+    table = plain_table("fault", "what happens")
     for kind, text in KINDS.items():
         table.add_row(kind, text)
     console = Console(highlight=False)

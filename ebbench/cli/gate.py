@@ -5,19 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ebbench.config.options import under
-from ebbench.errors import DataError, RunError, UsageError
+from ebbench.errors import UsageError
 from ebbench.runs.stored import runs_meant
-
-if TYPE_CHECKING:
-    from ebbench.analysis.verdict import Rules, Verdict
-    from ebbench.gate.interleave import GateSides, PairsWanted
-    from ebbench.gate.verdicts import VerdictFiles
-    from ebbench.render.documents import Console
 
 judging, measuring, output, other = map(under, ("Judging", "Measuring interleaved", "Output", "Other uses"))
 _METRICS = (
@@ -71,6 +65,7 @@ def gate(
     from ebbench.analysis.units import parse_figures, parse_margins
     from ebbench.analysis.verdict import GATED, Rules
     from ebbench.gate import baselines, interleave, verdicts
+    from ebbench.gate.self_test import tried_in_parallel
     from ebbench.render.documents import Console
 
     messages = Console(stderr=True, highlight=False)
@@ -79,7 +74,7 @@ def gate(
     rules = Rules(default, single, alpha, gated=parse_figures(metric or ()) or GATED, sequential=wanted.sequential)
     given = paths or []
     if self_test:
-        _test_itself(rules, trials, workers, report, messages)
+        verdicts.write_self_test(tried_in_parallel(trials, workers, rules, messages.say), report, messages)
         return
     if save_baseline is not None:
         messages.say(baselines.save_runs(runs_meant(given), save_baseline))
@@ -88,39 +83,12 @@ def gate(
         raise UsageError(f"gate needs two arguments, BASELINE and CANDIDATE, not {len(given)}")
     policies = interleave.policies_of_sides(policy or ())
     sides = interleave.GateSides(given[0], given[1], rules, tuple(allow or ()), policies, messages.say)
-    verdict = _judged(sides, wanted, verdicts.VerdictFiles(junit, summary), messages, as_json=as_json)
-    raise typer.Exit(verdicts.EXIT_CODES[verdict.outcome])
-
-
-def _judged(sides: GateSides, wanted: PairsWanted, files: VerdictFiles, messages: Console, *, as_json: bool) -> Verdict:
-    """Measure the pairs that are wanted, judge them, and show and write the verdict."""
-    from ebbench.gate import interleave, verdicts
-    from ebbench.render.documents import Console
-
-    try:
-        if wanted.given:
-            interleave.measure(sides, wanted, messages)
-        verdict = sides.judged()
-    except (DataError, RunError) as error:
-        files.write_error(error)
-        raise
+    files = verdicts.VerdictFiles(junit, summary)
+    verdict = interleave.measured_and_judged(sides, wanted, files, messages)
     if as_json:
         sys.stdout.write(json.dumps(verdicts.to_json(verdict), indent=2, allow_nan=False) + "\n")
     else:
         console = Console(highlight=False)
         console.print(verdicts.console(verdict, console.width))
     files.write(verdict)
-    return verdict
-
-
-def _test_itself(rules: Rules, trials: int, workers: int | None, report: Path | None, messages: Console) -> None:
-    """Measure the gate's own error rates; the page goes to ``report``, else to stdout."""
-    from ebbench.gate import self_test, verdicts
-    from ebbench.records.files import write_text
-
-    text = verdicts.self_test_page(self_test.tried_in_parallel(trials, workers, rules, messages.say))
-    if report is None:
-        typer.echo(text)
-    else:
-        write_text(text, report)
-        messages.say(f"wrote {report}")
+    raise typer.Exit(verdicts.EXIT_CODES[verdict.outcome])

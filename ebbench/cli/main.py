@@ -5,37 +5,23 @@ To add a command, add a line to COMMANDS and a module of its name.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
 import threading
-from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import typer
-from typer.core import TyperCommand
 
 from ebbench.errors import UsageError
 from ebbench.process.command_line import (
     INTERRUPTED,
-    Group,
-    click_command,
+    CommandEntry,
+    CommandTable,
     complain,
-    exit_code,
     open_standard_streams,
     refusal,
     told_when_long,
 )
-from ebbench.process.termination import finish, held
-
-
-class CommandEntry(NamedTuple):
-    """Where a command is listed, and as what. It is the function ``run`` of ``ebbench.cli.run``, or its ``app``."""
-
-    help: str
-    panel: str
-
+from ebbench.process.termination import finish
 
 MEASURE, UNDERSTAND, LOOK_UP, SERVE = "Measure", "Understand", "Look up", "Serve and check"
 
@@ -73,46 +59,12 @@ COMMANDS: dict[str, CommandEntry] = {
 }
 
 
-class CommandTable(Group):
-    """A group that imports a command only when it is called."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Commands whose module exists, in the order of the table."""
-        return [name for name in COMMANDS if _installed(name)]
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command if loaded, else a placeholder with its help line."""
-        if cmd_name not in self.commands and cmd_name in COMMANDS and _installed(cmd_name):
-            entry = COMMANDS[cmd_name]
-            return TyperCommand(cmd_name, short_help=entry.help, help=entry.help, rich_help_panel=entry.panel)
-        return super().get_command(ctx, cmd_name)
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Import the called command."""
-        name = args[0]
-        if name not in self.commands and name in self.list_commands(ctx):
-            self.add_command(load_command(name), name)
-        elif name not in self.commands:
-            for known in self.list_commands(ctx):  # typer suggests among the commands it holds
-                self.add_command(self.get_command(ctx, known), known)
-        return super().resolve_command(ctx, args)
-
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
-        """Run; in stand-alone mode errors end the process with one line and their exit code."""
-        call = partial(super().main, args, prog_name, complete_var, False, windows_expand_args, **extra)
-        return sys.exit(exit_code(call)) if standalone_mode else call()
+class _Commands(CommandTable):
+    entries, package = COMMANDS, "ebbench.cli"
 
 
 app = typer.Typer(
-    cls=CommandTable,
+    cls=_Commands,
     no_args_is_help=True,
     rich_markup_mode="rich",
     add_completion=True,
@@ -164,17 +116,4 @@ def _tell_elapsed(name: str, began_s: float, ended: threading.Event) -> None:
 
 def load_command(name: str) -> Any:
     """Import a command of the table and convert it to a click command."""
-    module, entry = _module(name), COMMANDS[name]
-    with held():  # an import that is broken off may raise anything
-        loaded = importlib.import_module(module)
-    command = click_command(getattr(loaded, "app", None) or getattr(loaded, module.rpartition(".")[2]), name)
-    command.short_help, command.rich_help_panel = entry
-    return command
-
-
-def _module(name: str) -> str:
-    return f"ebbench.cli.{name.replace('-', '_')}"
-
-
-def _installed(name: str) -> bool:
-    return importlib.util.find_spec(_module(name)) is not None
+    return _Commands().load_command(name)

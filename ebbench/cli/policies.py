@@ -9,7 +9,7 @@ import typer
 
 from ebbench.config.options import completing
 from ebbench.process.command_line import Command
-from vllm_eb.policy import PolicySpec, descriptions, example, parse_policy, settings_in_effect, settings_of
+from vllm_eb.policy import descriptions, example, parse_policy, settings_in_effect, settings_of
 from vllm_eb.settings import text_of
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Scheduling policies and their settings.")
@@ -21,13 +21,10 @@ def list_policies(as_json: Annotated[bool, typer.Option("--json", help="One JSON
     if as_json:
         typer.echo(json.dumps([{"name": name, "description": text} for name, text in descriptions().items()]))
         return
-    from rich.table import Table
-
     from ebbench.render.documents import Console
+    from ebbench.render.tables import plain_table
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("policy", no_wrap=True)
-    table.add_column("what it does")
+    table = plain_table("policy", "what it does")
     for name, text in descriptions().items():
         table.add_row(name, text)
     console = Console(highlight=False)
@@ -46,20 +43,17 @@ def show_policy(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Show what a policy does and every setting that has an effect: value, unit and range."""
-    spec = _policy_by_name(name)
+    spec = parse_policy(name if ":" in name else example(name))
     known, shown = settings_of(type(spec)), settings_in_effect(spec)
     if as_json:
-        typer.echo(
-            json.dumps(
-                {
-                    "name": spec.name,
-                    "description": spec.description,
-                    "settings": {key: getattr(spec, key) for key in shown},
-                    "units": {key: known[key].unit for key in shown if known[key].unit},
-                    "ranges": {key: known[key].values for key in shown},
-                }
-            )
-        )
+        described = {
+            "name": spec.name,
+            "description": spec.description,
+            "settings": {key: getattr(spec, key) for key in shown},
+            "units": {key: known[key].unit for key in shown if known[key].unit},
+            "ranges": {key: known[key].values for key in shown},
+        }
+        typer.echo(json.dumps(described))
         return
     from rich.table import Table
 
@@ -75,8 +69,3 @@ def show_policy(
         table.add_row(key, "not set" if value is None else text_of(value), about.unit, about.values, about.help)
     if shown:
         console.print(table)
-
-
-def _policy_by_name(name: str) -> PolicySpec:
-    """Parse a policy; for one with required settings the bare name is sufficient."""
-    return parse_policy(name if ":" in name else example(name))

@@ -16,7 +16,7 @@ from ebbench.runs.stored import RunPaths
 if TYPE_CHECKING:
     from ebbench.analysis.metrics import Slo
     from ebbench.records.run import Run
-    from ebbench.report.page_tables import SearchSection
+    from ebbench.report.page_data import SearchSection
 
 
 def report(
@@ -45,7 +45,7 @@ def report(
     from ebbench.analysis.metrics import parse_slo
     from ebbench.export import export as written
     from ebbench.records.run import Run, find_runs
-    from ebbench.report.page_tables import search_sections, shown_runs
+    from ebbench.report.page_data import search_sections, shown_runs
 
     slo = parse_slo(goodput) if goodput else None
     if watch:

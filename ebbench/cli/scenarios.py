@@ -23,7 +23,7 @@ _JSON = typer.Option("--json", help="One JSON document on stdout, nothing else."
 @app.command("list", cls=Command)
 def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
     """List the scenarios."""
-    from ebbench.workloads import list_scenarios, load_scenario
+    from ebbench.traffic.spec import list_scenarios, load_scenario
 
     specs = [load_scenario(name) for name in list_scenarios()]
     if as_json:
@@ -58,8 +58,7 @@ def show(
 
     from ebbench.render.documents import Console
     from ebbench.render.workloads import print_scenario
-    from ebbench.traffic.spec import Load
-    from ebbench.workloads import load_scenario
+    from ebbench.traffic.spec import Load, load_scenario
     from ebbench.workloads.planner import laid_out
 
     spec, arrivals = load_scenario(name), None

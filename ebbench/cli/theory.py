@@ -1,21 +1,13 @@
-"""``ebbench theory``: evaluates the formulas behind the schedulers for given numbers.
-
-Options and JSON keys are the symbols of the papers, spelled out. Times are in seconds, lengths in tokens.
-"""
+"""``ebbench theory``: evaluates the formulas behind the schedulers for given numbers."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ebbench.process.command_line import Command
-
-if TYPE_CHECKING:
-    from ebbench.advice.formulas import Value
 
 app = typer.Typer(
     name="theory",
@@ -47,12 +39,12 @@ def threshold(
 
     Example: ebbench theory threshold --p0 0.0036 --alpha-p 0.0047 --alpha-d 0.0104
     """
-    from ebbench.advice.formulas import threshold_values
+    from ebbench.advice.formulas import show, threshold_values
 
     values = threshold_values(
         p0, alpha_p, alpha_d, eta=eta, beta_d=beta_d, batch_size=batch_size, discrete=discrete, uncapped=uncapped
     )
-    _show("Switching threshold", values, as_json)
+    show("Switching threshold", values, as_json)
 
 
 @app.command(cls=Command)
@@ -69,9 +61,9 @@ def memory(
 
     Example: ebbench theory memory --capacity 400000 --mu-l 105 --p0 0.0036 --theta 0.2
     """
-    from ebbench.advice.formulas import memory_values
+    from ebbench.advice.formulas import memory_values, show
 
-    _show("Memory-safe batch", memory_values(capacity, mu_l, p0, theta, epsilon, form), as_json)
+    show("Memory-safe batch", memory_values(capacity, mu_l, p0, theta, epsilon, form), as_json)
 
 
 @app.command(cls=Command)
@@ -97,13 +89,13 @@ def crossover(
 
     Example: ebbench theory crossover --device rtx-pro-6000 --model qwen3-8b --mu-l 105 --mu-o 280 --n-obs 512
     """
-    from ebbench.advice.formulas import crossover_values, known_costs
+    from ebbench.advice.formulas import crossover_values, known_costs, show
 
     given = {"alpha_p": alpha_p, "beta_p": beta_p, "alpha_d": alpha_d, "beta_d": beta_d}
     given |= {"alpha_mb": alpha_mb, "margin": margin}
-    known = known_costs(calibration, device, model)
-    values = crossover_values(given, beta_mb, known, mu_l=mu_l, mu_o=mu_o, n_obs=n_obs, theta0=theta0, p0=p0)
-    _show("EB/MB crossover", values, as_json)
+    costs = known_costs(calibration, device, model)
+    values = crossover_values(given, beta_mb, costs, mu_l=mu_l, mu_o=mu_o, n_obs=n_obs, theta0=theta0, p0=p0)
+    show("EB/MB crossover", values, as_json)
 
 
 @app.command(cls=Command)
@@ -123,17 +115,6 @@ def deferred(
 
     Example: ebbench theory deferred --batch-limit 331 --alpha 0.004975 --c-p 0.028 --c-d 0.04
     """
-    from ebbench.advice.formulas import deferred_values
+    from ebbench.advice.formulas import deferred_values, show
 
-    values = deferred_values(batch_limit, alpha, c_p, c_d, t_d=t_d, t_p=t_p, d0=d0, n=n, k=k)
-    _show("Deferred prefill", values, as_json)
-
-
-def _show(title: str, values: Mapping[str, Value], as_json: bool) -> None:
-    from ebbench.advice.formulas import table
-    from ebbench.render.documents import Console
-
-    if as_json:
-        typer.echo(json.dumps(values, allow_nan=False))
-    else:
-        Console().print(table(title, values))
+    show("Deferred prefill", deferred_values(batch_limit, alpha, c_p, c_d, t_d=t_d, t_p=t_p, d0=d0, n=n, k=k), as_json)

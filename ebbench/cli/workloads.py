@@ -24,7 +24,7 @@ _JSON = typer.Option("--json", help="One JSON document on stdout, nothing else."
 @app.command("list", cls=Command)
 def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
     """List the workloads."""
-    from ebbench.workloads import list_workloads, load_workload
+    from ebbench.workloads.spec import list_workloads, load_workload
 
     specs = [load_workload(name) for name in list_workloads()]
     rows = [
@@ -78,8 +78,7 @@ def show(
     scenario = "saturated" if logged is not None and "arrivals" not in logged else None
     plan = build_plan(
         name, scenario, columns=columns, num_prompts=num_prompts, seed=seed, source=source, input_len=input_len,
-        output_len=output_len,
-        length_distribution=length_distribution, tokenizer=tokenizer,
+        output_len=output_len, length_distribution=length_distribution, tokenizer=tokenizer,
         time_unit=None if scenario else time_unit, with_text=False,
     )  # fmt: skip
     warnings = [said.to_dict(str(said)) for said in plan.warnings]
@@ -88,8 +87,8 @@ def show(
         described["log"] = logged
     if as_json:
         typer.echo(json.dumps(described))
-        return
-    print_workload(name, described, Console(highlight=False))
+    else:
+        print_workload(name, described, Console(highlight=False))
 
 
 @app.command("fit", cls=Command)

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbench.client.dialects import DIALECTS
-from ebbench.records.plan import CHUNK_TOKENS, token_ids
+from ebbench.records import CHUNK_TOKENS
+from ebbench.records.plan import token_ids
 from ebbench.spec.client import ClientOptions
 
 # JSON of synthetic prompts, written from tables of bytes.

@@ -17,7 +17,8 @@ from ebbench.client.dialects import DIALECTS
 from ebbench.client.release_schedule import Arrivals, Slots
 from ebbench.config.server_url import Endpoint
 from ebbench.errors import UsageError
-from ebbench.records.plan import CHUNK_TOKENS, ClosedPhase, TurnGraph, block_tokens, turn_graph
+from ebbench.records import CHUNK_TOKENS
+from ebbench.records.plan import ClosedPhase, TurnGraph, block_tokens, turn_graph
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,6 @@ DEFAULT_DEVICE, DEFAULT_MODEL = "rtx-pro-6000", "qwen3-8b"
 DEFAULT_VLLM = "0.32"
 """The version by whose rules a simulated server sizes its KV cache: the newest that the plugin is tested with."""
 
-
 WORKLOAD, LOAD, SESSIONS, ENGINE = "Workload", "Load", "Sessions", "Engine"
 LIMITS, SEARCH, OUTPUT = "Limits", "Search", "Output"
 CLIENT, CLUSTER, LABELS = "Client (with a server's URL)", "Several instances", "Labels"

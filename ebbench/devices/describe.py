@@ -191,19 +191,16 @@ def _steps(device: Device, context: int) -> list[StepTime]:
 
 def device_rows() -> list[dict[str, Any]]:
     """One row per bundled profile."""
-    rows = []
-    for name in list_devices():
-        profile = find_profile(name)
-        rows.append(
-            {
-                "name": name,
-                "gpu": profile.gpu,
-                "memory_gb": profile.memory_bytes / 1e9,
-                "bandwidth_tb_per_s": profile.bandwidth_bytes_per_s / 1e12,
-                "mixed_attention": _mixed_source(profile),
-            }
-        )
-    return rows
+    return [
+        {
+            "name": name,
+            "gpu": profile.gpu,
+            "memory_gb": profile.memory_bytes / 1e9,
+            "bandwidth_tb_per_s": profile.bandwidth_bytes_per_s / 1e12,
+            "mixed_attention": _mixed_source(profile),
+        }
+        for name, profile in ((name, find_profile(name)) for name in list_devices())
+    ]
 
 
 def _mixed_source(profile: DeviceProfile) -> str:
@@ -219,16 +216,13 @@ def _mixed_source(profile: DeviceProfile) -> str:
 
 def model_rows() -> list[dict[str, Any]]:
     """One row per model with known geometry."""
-    rows = []
-    for name in list_models():
-        model = find_model(name)
-        rows.append(
-            {
-                "name": name,
-                "hf_id": model.hf_id,
-                "parameters_b": model.params / 1e9,
-                "weights_gb": model.weight_bytes / 1e9,
-                "kv_kb_per_token": model.kv_bytes_per_token / 1e3,
-            }
-        )
-    return rows
+    return [
+        {
+            "name": name,
+            "hf_id": model.hf_id,
+            "parameters_b": model.params / 1e9,
+            "weights_gb": model.weight_bytes / 1e9,
+            "kv_kb_per_token": model.kv_bytes_per_token / 1e3,
+        }
+        for name, model in ((name, find_model(name)) for name in list_models())
+    ]

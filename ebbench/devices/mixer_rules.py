@@ -95,7 +95,7 @@ class ConfigValues:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < (1 if default != 0 else 0):
-                raise InputFileError(self.path, f"{key} must be a positive whole number, not {_short(value)}")
+                raise InputFileError(self.path, f"{key} must be a positive whole number, not {shortened(value)}")
             return value
         if default is None:
             raise InputFileError(self.path, f"{keys[0]} is missing; a decoder's config.json has it")
@@ -110,7 +110,7 @@ class ConfigValues:
         """A list, or None. Raises InputFileError for anything else."""
         value = self.get(key)
         if value is not None and not isinstance(value, list):
-            raise InputFileError(self.path, f"{key} must be a list, not {_short(value)}")
+            raise InputFileError(self.path, f"{key} must be a list, not {shortened(value)}")
         return value
 
     def per_layer(self, key: str, layers: int) -> list[Any] | None:
@@ -128,12 +128,12 @@ class ConfigValues:
         if value is None:
             return {}
         if not isinstance(value, dict):
-            raise InputFileError(self.path, f"{key} must be an object, not {_short(value)}")
+            raise InputFileError(self.path, f"{key} must be an object, not {shortened(value)}")
         return value
 
     def _check_plain(self, key: str, value: Any) -> None:
         if isinstance(value, list | dict):
-            raise InputFileError(self.path, f"{key} has {_short(value)}, where a number or a name belongs")
+            raise InputFileError(self.path, f"{key} has {shortened(value)}, where a number or a name belongs")
 
     def by_layer(self, key: str) -> dict[int, dict[str, Any]]:
         """An object of objects by the number of a layer. Raises InputFileError for anything else."""
@@ -165,7 +165,8 @@ def _is_empty(value: Any) -> bool:
     return any(value is empty or value == empty for empty in _EMPTY)
 
 
-def _short(value: Any) -> str:
+def shortened(value: Any) -> str:
+    """A value of a config.json for a message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:50]}..."
 

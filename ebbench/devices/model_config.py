@@ -27,7 +27,7 @@ from ebbench.devices.families import (
     Family,
 )
 from ebbench.devices.geometry import Mixer, ModelGeometry
-from ebbench.devices.mixer_rules import SHARES_CACHE, ConfigValues, head_dim_of, heads_of
+from ebbench.devices.mixer_rules import SHARES_CACHE, ConfigValues, head_dim_of, heads_of, shortened
 from ebbench.errors import InputFileError
 from ebbench.foreign.documents import read_object
 
@@ -55,7 +55,7 @@ def read_model_file(path: Path) -> dict[str, Any]:
     raw = read_object(path)
     for place, key, value in _values(raw, ""):
         if (problem := _problem(key, value)) and value is not None:
-            raise InputFileError(path, f"{place} must be {problem}, not {_short(value)}")
+            raise InputFileError(path, f"{place} must be {problem}, not {shortened(value)}")
     return raw
 
 
@@ -88,11 +88,6 @@ def _problem(key: str, value: Any) -> str:
         return "a whole number"
     most = _MOST.get(key, _MOST_OTHERWISE)
     return f"at most {most:,}" if isinstance(value, int | float) and value > most else ""
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:50]}..."
 
 
 # Mistral's own format, `params.json`, in the words of a config.json (vLLM's `transformers_utils/configs`).

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ebbench.records.plan import CHUNK_TOKENS
+from ebbench.records import CHUNK_TOKENS
 
 
 class DispatchRequest(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ebbench.dispatch.allocate import AdaptiveInterval, DecodeLoad, allocate_decode
+from ebbench.dispatch.algorithms import AdaptiveInterval, DecodeLoad, allocate_decode
 from ebbench.dispatch.base import Dispatcher, DispatchRequest, EndForward, Fleet, Order, PrefixMemory, UnitState
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ebbench.config.declare import Setting, named_settings, settings_of, split_kind
-from ebbench.dispatch.allocate import AdaptiveInterval
+from ebbench.dispatch.algorithms import AdaptiveInterval
 from ebbench.dispatch.base import Dispatcher, Fleet, PrefixMemory
 from ebbench.dispatch.immediate import (
     DecodeDispatcher,
@@ -22,8 +22,7 @@ from ebbench.dispatch.immediate import (
     PrefixAffine,
     RoundRobin,
 )
-from ebbench.dispatch.staggered import StaggeredDispatcher
-from ebbench.dispatch.staggered_settings import OF_THE_CALLER, StaggeredSettings
+from ebbench.dispatch.staggered import OF_THE_CALLER, StaggeredDispatcher, StaggeredSettings
 from ebbench.errors import UnknownNameError
 
 SLACK = Setting(

@@ -73,10 +73,13 @@ _REMEDIES = {
     re.compile(r"num_speculative_tokens was provided but without speculative model"): (
         'name the drafting model or head as "model" in --speculative-config'
     ),
-    re.compile(r"Unsupported speculative method|Model architectures \['(Eagle|DFlash|DSpark|Medusa)"): (
+    re.compile(
+        r"Unsupported speculative method|Duplicate layer name|Model architectures \['(Eagle|DFlash|DSpark|Medusa)"
+    ): (
         'the "model" in --speculative-config holds no head for this method; name one that does, or draft by another '
         "method, such as ngram"
     ),
+    re.compile(r"pin_memory=True requires"): "what was asked for needs a GPU; to draft on a CPU use the method ngram",
     re.compile(r"num_speculative_tokens must be provided"): (
         'say how many tokens are drafted as "num_speculative_tokens" in --speculative-config'
     ),

@@ -80,28 +80,22 @@ def stored_units(
     fitting = [unit for unit in stored if not differences(unit.environment, candidate.environment, allowed)]
     if not fitting:
         raise DataError(f"{path}: no baseline for this environment{_nearest(stored, candidate, allowed)}")
-    loaded = _of_load(fitting, [unit.load for unit in candidates])
+    loads_wanted = {unit.load for unit in candidates}
+    # Without a unit of these loads, those of unknown load, which are matched by plan later.
+    loaded = [unit for unit in fitting if unit.load in loads_wanted] or [unit for unit in fitting if not unit.load]
     if not loaded:
         loads = "; ".join(dict.fromkeys(unit.load for unit in fitting))
         raise DataError(f"{path}: no baseline of {candidate.load}, only of {loads}; store one with --save-baseline")
     wanted = policy or candidate.policy
-    chosen = _of_one_environment([unit for unit in loaded if unit.policy == wanted] or loaded, candidate)
+    units = [unit for unit in loaded if unit.policy == wanted] or loaded
+    own = candidate.configuration_hash
+    if all(unit.configuration_hash != own for unit in units):
+        own = max(units, key=lambda unit: unit.anchor_unix_ns).configuration_hash
+    chosen = [unit for unit in units if unit.configuration_hash == own]
     policies = dict.fromkeys(unit.policy for unit in chosen)
     if len(policies) > 1:
         raise DataError(f"{path}: no baseline of policy {wanted}, only of {', '.join(policies)}")
     return chosen
-
-
-def _of_load(units: Sequence[GateUnit], loads: Sequence[str]) -> list[GateUnit]:
-    """Units of these loads; without any, those of unknown load, which are matched by plan later."""
-    return [unit for unit in units if unit.load in loads] or [unit for unit in units if not unit.load]
-
-
-def _of_one_environment(units: Sequence[GateUnit], candidate: GateUnit) -> list[GateUnit]:
-    own = candidate.configuration_hash
-    if all(unit.configuration_hash != own for unit in units):
-        own = max(units, key=lambda unit: unit.anchor_unix_ns).configuration_hash
-    return [unit for unit in units if unit.configuration_hash == own]
 
 
 def _nearest(stored: Sequence[GateUnit], candidate: GateUnit, allowed: Sequence[str]) -> str:

@@ -24,9 +24,9 @@ from ebbench.analysis.verdict import (
     pairs_needed,
     require_comparable,
 )
-from ebbench.errors import RunError, UsageError
+from ebbench.errors import DataError, RunError, UsageError
 from ebbench.gate.baselines import stored_units
-from ebbench.gate.verdicts import VERDICTS
+from ebbench.gate.verdicts import VERDICTS, VerdictFiles
 from ebbench.process.child import run_supervised
 from ebbench.records import files
 from ebbench.records.files import sole_use
@@ -147,6 +147,20 @@ class GateSides:
         )
 
 
+def measured_and_judged(sides: GateSides, wanted: PairsWanted, files: VerdictFiles, messages: Console) -> Verdict:
+    """Measure the pairs that are wanted, and judge them. Raises UsageError, DataError, RunError.
+
+    ``files``: why there is no verdict is written there.
+    """
+    try:
+        if wanted.given:
+            measure(sides, wanted, messages)
+        return sides.judged()
+    except (DataError, RunError) as error:
+        files.write_error(error)
+        raise
+
+
 def measure(sides: GateSides, wanted: PairsWanted, messages: Console) -> None:
     """Measure pairs with the commands of both sides, until the verdict is known unless their number is fixed.
 
@@ -261,7 +275,11 @@ def _measure(side: Side, out: Path, seed: int, label: str, say: Callable[[str], 
     for trial in range(1, MOST_TRIES + 1):
         before = len(_stored(out))
         argv = side.argv(unused(out), seed)
-        status, tail = _run(argv)
+        try:
+            status, stderr = run_supervised(argv, GRACE_S, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        except OSError as error:
+            raise UsageError(f"cannot start {argv[0]!r}: {error.strerror or error}") from None
+        tail = " / ".join(stderr.strip().splitlines()[-_KEPT_LINES:]) or "no output"
         stored = _stored(out)
         if len(stored) == before:
             ended = f"ended with exit code {status}: {tail}" if status else f"stored no run in {out}"
@@ -274,12 +292,3 @@ def _measure(side: Side, out: Path, seed: int, label: str, say: Callable[[str], 
         if trial < MOST_TRIES:
             say(f"{label}: INVALID run ({reasons}), measured again")
     raise RunError(f"{label}: {MOST_TRIES} INVALID runs, the last one since {reasons}; the same command tries again")
-
-
-def _run(argv: list[str]) -> tuple[int, str]:
-    """The exit status of a command and the last lines that it wrote to stderr. Raises UsageError if it is unknown."""
-    try:
-        status, stderr = run_supervised(argv, GRACE_S, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    except OSError as error:
-        raise UsageError(f"cannot start {argv[0]!r}: {error.strerror or error}") from None
-    return status, " / ".join(stderr.strip().splitlines()[-_KEPT_LINES:]) or "no output"

@@ -26,7 +26,7 @@ from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import measure
 from ebbench.analysis.statistics import evidence
 from ebbench.analysis.units import GateUnit, unit_figures
-from ebbench.analysis.verdict import DEFAULT_RULES, MAX_PAIRS, Outcome, Pair, Rules, judge, pairs_needed
+from ebbench.analysis.verdict import DEFAULT_RULES, MAX_PAIRS, MIN_PAIRS, Outcome, Pair, Rules, judge, pairs_needed
 from ebbench.devices.base import CostModel, Device, StepShape
 from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
@@ -131,10 +131,7 @@ def run_self_test(
     *,
     trials: int = 1_000,
     power_trials: int = 200,
-    pairs: int = 6,
-    max_pairs: int = MAX_PAIRS,
     rules: Rules = DEFAULT_RULES,
-    seed: int = 0,
     tried: Try | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> SelfTest:
@@ -148,15 +145,15 @@ def run_self_test(
     tried = tried or one_by_one
     looked = replace(rules, sequential=True)
     groups = [
-        [(Design(noise, 0.0, pairs, rules), trials) for noise in NOISES],
-        [(Design(NOISES[0], slowdown, pairs, rules), power_trials) for slowdown in SLOWDOWNS],
-        [(Design(noise, 0.0, max_pairs, looked), max(trials // 4, 1)) for noise in NOISES],
-        [(Design(NOISES[0], slowdown, max_pairs, looked), max(power_trials // 5, 1)) for slowdown in SLOWDOWNS[2:]],
+        [(Design(noise, 0.0, MIN_PAIRS, rules), trials) for noise in NOISES],
+        [(Design(NOISES[0], slowdown, MIN_PAIRS, rules), power_trials) for slowdown in SLOWDOWNS],
+        [(Design(noise, 0.0, MAX_PAIRS, looked), max(trials // 4, 1)) for noise in NOISES],
+        [(Design(NOISES[0], slowdown, MAX_PAIRS, looked), max(power_trials // 5, 1)) for slowdown in SLOWDOWNS[2:]],
     ]
     designs = [design for group in groups for design, _ in group]
     counts = [count for group in groups for _, count in group]
     tasks = [
-        (number, designs[number], seed + number * 1_000_000 + repeat)
+        (number, designs[number], number * 1_000_000 + repeat)
         for number, count in enumerate(counts)
         for repeat in range(count)
     ]

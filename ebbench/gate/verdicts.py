@@ -27,8 +27,17 @@ from ebbench.gate.self_test import SelfTest, TrialTally
 from ebbench.records import files
 from ebbench.records.warnings import Fact, RunWarning, Texts
 from ebbench.render import numbers
-from ebbench.render.documents import section_tables
+from ebbench.render.documents import Console, section_tables
 from ebbench.render.sentences import PAIRING, SKIPPED
+
+
+def write_self_test(done: SelfTest, path: Path | None, messages: Console) -> None:
+    """Write :func:`self_test_page` to ``path``, else to stdout. Raises RunError."""
+    if path is None:
+        print(self_test_page(done))
+        return
+    files.write_text(self_test_page(done), path)
+    messages.say(f"wrote {path}")
 
 
 def self_test_page(done: SelfTest) -> str:
@@ -36,6 +45,10 @@ def self_test_page(done: SelfTest) -> str:
     design = done.equal[0].design
     rules = design.rules
     worst = gate_trials.false_alarms(done.equal)
+    rows = [
+        f"| {ratio:g} | {_count(median)} | {_count(upper)} |"
+        for ratio, median, upper in gate_trials.pairs_by_spread(RATIOS, margin=rules.default_margin)
+    ]
     lines = [
         "# The gate tried on itself",
         "",
@@ -60,7 +73,15 @@ def self_test_page(done: SelfTest) -> str:
         "detection that was asked for; one above it that does not fail is inconclusive far more often than passed.",
         "",
         *_sequential(done),
-        *_spreads(rules.default_margin),
+        "## Pairs by the spread between them",
+        "",
+        "How many pairs equal sides take to pass for one figure, by the standard deviation of the pairs' losses over "
+        f"the margin (drawn from a normal distribution; margin {100 * rules.default_margin:g} %).",
+        "",
+        "| spread over margin | pairs, median | pairs, 90th percentile |",
+        "|---:|---:|---:|",
+        *rows,
+        "",
     ]
     return "\n".join(lines)
 
@@ -88,25 +109,6 @@ def _sequential(done: SelfTest) -> list[str]:
 
 
 RATIOS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
-
-
-def _spreads(margin: float) -> list[str]:
-    """Number of pairs by the spread between pairs, for machines with other noise."""
-    rows = [
-        f"| {ratio:g} | {_count(median)} | {_count(upper)} |"
-        for ratio, median, upper in gate_trials.pairs_by_spread(RATIOS, margin=margin)
-    ]
-    return [
-        "## Pairs by the spread between them",
-        "",
-        f"How many pairs equal sides take to pass for one figure, by the standard deviation of the pairs' losses over "
-        f"the margin (drawn from a normal distribution; margin {100 * margin:g} %).",
-        "",
-        "| spread over margin | pairs, median | pairs, 90th percentile |",
-        "|---:|---:|---:|",
-        *rows,
-        "",
-    ]
 
 
 def _count(pairs: float) -> str:
@@ -257,9 +259,10 @@ def _legend(verdict: Verdict) -> str:
         "geometric mean over the pairs, negative is better; "
     )
     if verdict.rules.sequential:
+        margins = [f"{label_of(entry.figure)} {100 * entry.margin:g} %" for entry in verdict.judged if entry.gated]
         return (
             f"{head}p (one-sided: is the candidate worse?) and interval hold at every look (e-process), p "
-            f"Holm-adjusted. Margin: {_margins(verdict)}."
+            f"Holm-adjusted. Margin: {', '.join(margins) or 'nothing is gated'}."
         )
     return (
         f"{head}p: exact sign-flip test, one-sided (is the candidate worse?), Holm-adjusted. "
@@ -275,12 +278,6 @@ def detectable(verdict: Verdict) -> str:
             smallest = "none" if entry.detectable is None else f"{100 * entry.detectable:.1f} %"
             parts.append(f"{label_of(entry.figure)} {smallest} ({100 * entry.margin:g} %)")
     return ", ".join(parts) or "nothing is gated"
-
-
-def _margins(verdict: Verdict) -> str:
-    """The margin of every gated figure."""
-    gated = [entry for entry in verdict.judged if entry.gated]
-    return ", ".join(f"{label_of(entry.figure)} {100 * entry.margin:g} %" for entry in gated) or "nothing is gated"
 
 
 def interval(entry: Judged) -> str:
@@ -345,14 +342,6 @@ def junit(verdict: Verdict, name: str = "ebbench gate") -> bytes:
     return _document(suite)
 
 
-def junit_of_error(message: str, name: str = "ebbench gate") -> bytes:
-    """JUnit XML of a gate that could not give a verdict: one test case with an error."""
-    suite = Xml.Element("testsuite", name=_legal(name), tests="1", failures="0", errors="1", skipped="0")
-    case = Xml.SubElement(suite, "testcase", classname=_legal(name), name="gate")
-    Xml.SubElement(case, "error", message=_legal(message))
-    return _document(suite)
-
-
 def _document(suite: Xml.Element) -> bytes:
     root = Xml.Element("testsuites")
     root.append(suite)
@@ -378,28 +367,18 @@ def sentence(entry: Judged) -> str:
 def summary(verdict: Verdict) -> str:
     """A GitHub job summary."""
     icon = {"pass": "✅", "fail": "❌", "inconclusive": "⚠️"}[verdict.outcome]
+    head = list(HEADERS)
+    rows = [[markdown(cell) for cell in _cells(entry)] for entry in verdict.judged]
+    rule = ["---", *["---:"] * (len(head) - 2), "---"]
     lines = [
         f"## {icon} {WORDS[verdict.outcome]}",
         "",
         f"{markdown(worded_reason(verdict))}.",
         "",
-        *markdown_table(verdict.judged),
+        *([f"| {' | '.join(row)} |" for row in [head, rule, *rows]]),
     ]
     lines += ["", _legend(verdict), *(f"- {markdown(line)}" for line in notes(verdict))]
     return "\n".join(lines) + "\n"
-
-
-def summary_of_error(message: str, exit_code: int) -> str:
-    """GitHub job summary of a gate that could not give a verdict."""
-    return f"## ⛔ NOT JUDGED (exit code {exit_code})\n\n{markdown(message)}\n"
-
-
-def markdown_table(judged: Sequence[Judged]) -> list[str]:
-    """The figures as lines of a Markdown table."""
-    head = list(HEADERS)
-    rows = [[markdown(cell) for cell in _cells(entry)] for entry in judged]
-    rule = ["---", *["---:"] * (len(head) - 2), "---"]
-    return [f"| {' | '.join(row)} |" for row in [head, rule, *rows]]
 
 
 def _value(figure: str, value: float) -> str:
@@ -426,7 +405,10 @@ class VerdictFiles:
 
     def write_error(self, error: EbbenchError) -> None:
         """Write the error that prevented a verdict."""
-        self._write(junit_of_error(str(error)), summary_of_error(str(error), error.exit_code))
+        suite = Xml.Element("testsuite", name=_legal("ebbench gate"), tests="1", failures="0", errors="1", skipped="0")
+        case = Xml.SubElement(suite, "testcase", classname=_legal("ebbench gate"), name="gate")
+        Xml.SubElement(case, "error", message=_legal(str(error)))
+        self._write(_document(suite), f"## ⛔ NOT JUDGED (exit code {error.exit_code})\n\n{markdown(str(error))}\n")
 
     def _write(self, xml: bytes, page: str) -> None:
         if self.junit is not None:

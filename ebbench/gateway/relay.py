@@ -21,7 +21,7 @@ from ebbench.gateway.dispatch_queue import DispatchQueue, Receive, RefusedError,
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.gateway.transport import StreamTransport
 from ebbench.gateway.upstreams import Upstream, Upstreams
-from ebbench.records.plan import CHUNK_TOKENS
+from ebbench.records import CHUNK_TOKENS
 
 # Relays event streams in whole lines, so that no client receives part of an event.
 

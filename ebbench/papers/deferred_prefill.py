@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from ebbench.analysis.documents import Column, Section, Value, comparison, labels, relative
-from ebbench.devices.base import CostModel, StepShape
+from ebbench.devices.base import StepShape
 from ebbench.devices.costs import GIVEN, decode_shape
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import rows
@@ -225,12 +225,8 @@ def _fitted(batches: Sequence[int], times_s: Sequence[float]) -> _Line:
     return _Line(float(intercept), float(slope), float(np.corrcoef(batches, times_s)[0, 1] ** 2))
 
 
-def _prefill_s(cost: CostModel, batch: int) -> float:
-    return cost.step_s(StepShape(((MEAN_INPUT, 0),) * batch, 0, 0, batch))
-
-
-def _decode_s(cost: CostModel, batch: int) -> float:
-    return cost.step_s(decode_shape(batch, _MEAN_CONTEXT))
+def _step(batch: int, *, prefill: bool) -> StepShape:
+    return StepShape(((MEAN_INPUT, 0),) * batch, 0, 0, batch) if prefill else decode_shape(batch, _MEAN_CONTEXT)
 
 
 def _times(row: Row, batches: Sequence[int], *, prefill: bool) -> list[tuple[str, _Line, list[float]]]:
@@ -243,7 +239,7 @@ def _times(row: Row, batches: Sequence[int], *, prefill: bool) -> list[tuple[str
     model = _DEVICE_MODELS.get(row["model"])
     if model is not None:
         cost = load_device(_DEVICE, model, async_scheduling=False).cost
-        times = [(_prefill_s if prefill else _decode_s)(cost, batch) for batch in batches]
+        times = [cost.step_s(_step(batch, prefill=prefill)) for batch in batches]
         curves.append((f"{_DEVICE}, {model}", _fitted(batches, times), times))
     return curves
 
@@ -299,7 +295,8 @@ def _limits_document(options: PaperOptions, store: RunStore) -> Sections:
         for limit in _limits(row):
             exact, rough = exact_chain(_model(row, limit)), approximate_chain(_model(row, limit))
             best = exact.best_k
-            at_best, at_one = (_rate(store.get(_limit_cell(options, row, limit, k))) for k in (best, 1))
+            measured = (store.get(_limit_cell(options, row, limit, k)) for k in (best, 1))
+            at_best, at_one = (None if run is None else steady_rate(run) for run in measured)
             rates = (_at(rough, best), _at(exact, best), at_best, _at(exact, 1), at_one)
             lines.append((row["model"], str(limit), best, *rates))
     return [Section("", columns, tuple(lines))]
@@ -307,10 +304,6 @@ def _limits_document(options: PaperOptions, store: RunStore) -> Sections:
 
 def _at(chain: DeferredChain, k: int) -> float:
     return float(chain.throughput[k - 1])
-
-
-def _rate(measured: Measured | None) -> float | None:
-    return None if measured is None else steady_rate(measured)
 
 
 def _runs(options: PaperOptions, store: RunStore, row: Row, distribution: str) -> dict[int, Measured]:

@@ -103,8 +103,8 @@ class PaperOptions:
         """Raise UsageError for an unknown device, model or workload, a workload that is not among ``workloads``, and a
         file of one data set that would stand for several."""
         from ebbench.devices.profiles import find_model, find_profile
-        from ebbench.workloads import load_workload
         from ebbench.workloads.options import is_recorded
+        from ebbench.workloads.spec import load_workload
 
         if self.source.startswith("file:") and len(self.workloads) != 1:
             raise UsageError(f"--source {self.source} holds one data set; name it with one --workload")

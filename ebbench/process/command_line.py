@@ -7,6 +7,8 @@ Errors of ebbench become one line on stderr and an exit code.
 from __future__ import annotations
 
 import copy
+import importlib
+import importlib.util
 import os
 import re
 import shutil
@@ -14,17 +16,17 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, ClassVar, NamedTuple, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from ebbench.errors import EbbenchError
-from ebbench.process.termination import received
+from ebbench.process.termination import held, received
 
 # What is wrong with a command's surroundings, found before anything is measured.
 
@@ -385,6 +387,71 @@ def click_command(made: Any, name: str) -> Any:
 
 
 _WITHIN_PARAGRAPH = re.compile(r"(?<!\n)\n(?!\n)")
+
+
+class CommandEntry(NamedTuple):
+    """How a command is listed: its line of help, and the panel that it stands in."""
+
+    help: str
+    panel: str
+
+
+class CommandTable(Group):
+    """A group that imports a command only when it is called: ``entries`` by name, modules of that name in ``package``.
+
+    A command is the function of its module's name, or ``app``.
+    """
+
+    entries: ClassVar[Mapping[str, CommandEntry]]
+    package: ClassVar[str]
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Commands whose module exists, in the order of the table."""
+        return [name for name in self.entries if self._installed(name)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command if loaded, else a placeholder with its help line."""
+        if cmd_name not in self.commands and cmd_name in self.entries and self._installed(cmd_name):
+            entry = self.entries[cmd_name]
+            return TyperCommand(cmd_name, short_help=entry.help, help=entry.help, rich_help_panel=entry.panel)
+        return super().get_command(ctx, cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Import the called command."""
+        name = args[0]
+        if name not in self.commands and name in self.list_commands(ctx):
+            self.add_command(self.load_command(name), name)
+        elif name not in self.commands:
+            for known in self.list_commands(ctx):  # typer suggests among the commands it holds
+                self.add_command(self.get_command(ctx, known), known)
+        return super().resolve_command(ctx, args)
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run; in stand-alone mode errors end the process with one line and their exit code."""
+        call = partial(super().main, args, prog_name, complete_var, False, windows_expand_args, **extra)
+        return sys.exit(exit_code(call)) if standalone_mode else call()
+
+    def load_command(self, name: str) -> Any:
+        """Import a command of the table and convert it to a click command."""
+        with held():  # an import that is broken off may raise anything
+            loaded = importlib.import_module(self._module(name))
+        command = click_command(getattr(loaded, "app", None) or getattr(loaded, name.replace("-", "_")), name)
+        command.short_help, command.rich_help_panel = self.entries[name]
+        return command
+
+    def _module(self, name: str) -> str:
+        return f"{self.package}.{name.replace('-', '_')}"
+
+    def _installed(self, name: str) -> bool:
+        return importlib.util.find_spec(self._module(name)) is not None
 
 
 def _flow(command: Any) -> None:

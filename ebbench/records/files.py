@@ -231,8 +231,14 @@ def sync_directory(directory: Path) -> None:
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file beside ``path`` and rename it. A link keeps what it points to; a device gets the content."""
     try:
-        if _is_special(path):
-            _copy_to(path, write)
+        # What a file must not replace: a device, a pipe, an open descriptor.
+        own = path.absolute().as_posix().startswith(("/proc/", "/dev/fd/", "/dev/std"))
+        if path.exists() and not path.is_dir() and (own or not path.is_file()):
+            with tempfile.TemporaryDirectory() as folder, path.open("wb") as target:
+                written = Path(folder) / "written"
+                write(written)
+                with written.open("rb") as source:
+                    shutil.copyfileobj(source, target)
             return
         final = Path(os.path.realpath(path)) if path.is_symlink() else path
         temporary = final.with_name(f".{final.name[:_NAME_LETTERS]}.{os.getpid()}.tmp")
@@ -250,22 +256,12 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
     sync_directory(final.parent)
 
 
-def _is_special(path: Path) -> bool:
-    """Whether there is something that a file must not replace: a device, a pipe, an open descriptor."""
-    own = path.absolute().as_posix().startswith(("/proc/", "/dev/fd/", "/dev/std"))
-    return path.exists() and not path.is_dir() and (own or not path.is_file())
-
-
-def _copy_to(path: Path, write: Callable[[Path], object]) -> None:
-    with tempfile.TemporaryDirectory() as folder, path.open("wb") as target:
-        written = Path(folder) / "written"
-        write(written)
-        with written.open("rb") as source:
-            shutil.copyfileobj(source, target)
-
-
 def _writer(schema: pa.Schema, path: Path) -> pq.ParquetWriter:
-    leaves = [name for field in schema for name in _leaf_names(field)]
+    leaves = [
+        name
+        for field in schema
+        for name in ([f"{field.name}.list.element"] if pa.types.is_list(field.type) else [field.name])
+    ]
     return pq.ParquetWriter(
         path,
         schema,
@@ -275,10 +271,6 @@ def _writer(schema: pa.Schema, path: Path) -> pq.ParquetWriter:
         write_statistics=[name for name in leaves if "." not in name],
         write_page_checksum=True,
     )
-
-
-def _leaf_names(field: pa.Field) -> list[str]:
-    return [f"{field.name}.list.element"] if pa.types.is_list(field.type) else [field.name]
 
 
 def _write(table: pa.Table, path: Path) -> None:

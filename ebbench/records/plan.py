@@ -15,12 +15,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.errors import UsageError
+from ebbench.records import CHUNK_TOKENS
 from ebbench.records.warnings import RunWarning
 
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-CHUNK_TOKENS = 512
-"""Prompt tokens per hash id, where a plan does not say otherwise: as in Mooncake's traces."""
 
 
 _BLOCK_KEY = b"block_tokens"
@@ -62,7 +60,8 @@ def token_ids(
     if start < 0 or count < 0 or vocab < 1:
         raise ValueError(f"token range [{start}, +{count}) of a vocabulary of {vocab} is invalid")
     if start == 0 and not (hash_ids is not None and len(hash_ids)):
-        return _from_the_start(content, count, vocab)
+        mixed = _mixed_positions(1 << max(count - 1, 0).bit_length())[:count]
+        return (_mix(mixed + np.uint64(_mixed_key(content, _STREAM_SALT))) % np.uint64(vocab)).astype(np.int32)
     positions = np.arange(start, start + count, dtype=np.uint64)
     keys = np.full(count, _mixed_key(content, _STREAM_SALT), dtype=np.uint64)
     if hash_ids is not None and len(hash_ids) > 0 and start < len(hash_ids) * block_tokens:
@@ -72,12 +71,6 @@ def token_ids(
         keys[named] = chunk_keys[chunk[named]]
         positions[named] %= np.uint64(block_tokens)
     return (_mix(keys + _mix(positions)) % np.uint64(vocab)).astype(np.int32)
-
-
-def _from_the_start(content: int, count: int, vocab: int) -> npt.NDArray[np.int32]:
-    """The first tokens of a stream; the positions are mixed once for all streams."""
-    mixed = _mixed_positions(1 << max(count - 1, 0).bit_length())[:count]
-    return (_mix(mixed + np.uint64(_mixed_key(content, _STREAM_SALT))) % np.uint64(vocab)).astype(np.int32)
 
 
 @lru_cache(maxsize=4)

@@ -78,7 +78,10 @@ class Run:
             return in_memory if columns is None else in_memory.select(list(columns))
         path = self.path / f"{name}.parquet"
         table = files.read_table(path, columns)
-        _check_holes(path, table, SCHEMAS.get(name))
+        schema = SCHEMAS.get(name)
+        for column in schema or ():
+            if not column.nullable and column.name in table.column_names and table[column.name].null_count:
+                raise DataError(f"{path}: column {column.name} has rows without a value; rewritten?")
         return table
 
     def has_column(self, name: TableName, column: str) -> bool:
@@ -190,7 +193,20 @@ class RunWriter:
         except RunError as error:
             if self._begun is None or whole.keys() < SCHEMAS.keys():
                 raise
-            kept = self._kept_elsewhere(manifest, whole, error)
+            # In the directory of temporary files: a real server was measured, perhaps for hours.
+            place = Path(tempfile.mkdtemp(prefix=f"ebbench-{self.path.name[:_NAME_LETTERS]}-"))
+            try:
+                kept = RunWriter(place)._finish(manifest, whole)
+            except RunError:
+                shutil.rmtree(place, ignore_errors=True)
+                raise error from None
+            self._finished = True
+            if self._is_own():
+                self._remove_traces([*whole, *self._shards])
+                for name in whole:
+                    with suppress(OSError):
+                        (self.path / f"{name}.parquet").unlink(missing_ok=True)
+                self._remove_empty()
             raise NotStoredError(f"{error}; the run is stored in {kept.path}", kept) from error
         if self.path != self._asked:
             raise NotStoredError(f"{self._asked} was replaced during the run, which is stored in {self.path}", run)
@@ -217,28 +233,6 @@ class RunWriter:
         # Steps name every request of every step; where there are some, the columns that are needed are read again.
         held = {name: table for name, table in whole.items() if name != "steps" or not table.num_rows}
         return Run(self.path, complete, held)
-
-    def _kept_elsewhere(
-        self, manifest: Manifest, whole: dict[str, pa.Table | files.TableParts], error: RunError
-    ) -> Run:
-        """The run stored in the directory of temporary files: a real server was measured, perhaps for hours.
-
-        Raises ``error`` if that fails too.
-        """
-        place = Path(tempfile.mkdtemp(prefix=f"ebbench-{self.path.name[:_NAME_LETTERS]}-"))
-        try:
-            run = RunWriter(place)._finish(manifest, whole)
-        except RunError:
-            shutil.rmtree(place, ignore_errors=True)
-            raise error from None
-        self._finished = True
-        if self._is_own():
-            self._remove_traces([*whole, *self._shards])
-            for name in whole:
-                with suppress(OSError):
-                    (self.path / f"{name}.parquet").unlink(missing_ok=True)
-            self._remove_empty()
-        return run
 
     def _is_own(self) -> bool:
         return self._own is None or self._own.is_at(self.path)
@@ -450,13 +444,6 @@ def read_manifest(directory: Path) -> Manifest:
         )
         raise DataError(f"{path}: missing; {remedy}")
     return decode_manifest(files.read_stored(path), path)
-
-
-def _check_holes(path: Path, table: pa.Table, schema: pa.Schema | None) -> None:
-    """Raise DataError if a column that every row has lacks a value somewhere."""
-    for column in schema or ():
-        if not column.nullable and column.name in table.column_names and table[column.name].null_count:
-            raise DataError(f"{path}: column {column.name} has rows without a value; rewritten?")
 
 
 def _check_table(path: Path, schema: pa.Schema | None, rows: int | None) -> None:

@@ -44,11 +44,6 @@ Texts = Mapping[str, str | Callable[..., str]]
 """Sentences by code: a format string, or a function, of the values."""
 
 
-def _fill_in(texts: Texts, code: str, values: Mapping[str, Any]) -> str:
-    text = texts[code]
-    return text.format(**values) if isinstance(text, str) else text(**values)
-
-
 class Fact(msgspec.Struct, frozen=True):
     """Something to be told: a stable ``code`` and its ``values``; units are in their names."""
 
@@ -61,7 +56,8 @@ class Fact(msgspec.Struct, frozen=True):
     def worded(self, texts: Texts) -> str:
         """The sentence of it; code and values where they do not fit, as in a damaged file."""
         try:
-            return _fill_in(texts, self.code, self.values)
+            text = texts[self.code]
+            return text.format(**self.values) if isinstance(text, str) else text(**self.values)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             return f"{self.code} {self.values}"
 

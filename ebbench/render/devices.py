@@ -82,20 +82,6 @@ def page(facts: DeviceFacts) -> Iterator[RenderableType]:
         f"{_kv_per_sequence(facts)}: room for {device.kv_capacity_tokens:,} tokens{_of_which(facts)}"
     )
     yield ""
-    yield _step_table(facts)
-    yield ""
-    yield from curve_lines(facts.curve)
-    yield ""
-    if facts.profile.links:
-        known = "; ".join(f"{name} ({link.note})" for name, link in facts.profile.links.items())
-        yield Text(f"links between GPUs, the usual one first: {known}", style="dim")
-    yield Text(f"step times: {device.provenance}", style="dim")
-    yield Text(f"controller: {device.calibration.source}", style="dim")
-    for warning in device.warnings:
-        yield Text(f"warning: {warning}", style="yellow")
-
-
-def _step_table(facts: DeviceFacts) -> Table:
     table = _table("step", "tokens", "of them decodes", "ms", "µs/token", "against its parts run separately", right=1)
     drafts = f" and {facts.drafts} drafted" if facts.drafts else ""
     table.title = f"Step times; each decode holds {facts.context_tokens} tokens of KV{drafts}"
@@ -110,7 +96,17 @@ def _step_table(facts: DeviceFacts) -> Table:
             f"{row.step_s / row.tokens * 1e6:.0f}",
             apart,
         )
-    return table
+    yield table
+    yield ""
+    yield from curve_lines(facts.curve)
+    yield ""
+    if facts.profile.links:
+        known = "; ".join(f"{name} ({link.note})" for name, link in facts.profile.links.items())
+        yield Text(f"links between GPUs, the usual one first: {known}", style="dim")
+    yield Text(f"step times: {device.provenance}", style="dim")
+    yield Text(f"controller: {device.calibration.source}", style="dim")
+    for warning in device.warnings:
+        yield Text(f"warning: {warning}", style="yellow")
 
 
 def curve_lines(curve: MarginalCurve) -> Iterator[Text]:

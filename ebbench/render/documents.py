@@ -138,7 +138,9 @@ def pieces(section: Section, width: int) -> Iterator[Section]:
     labels = range(_labels(section.columns))
     taken = list(labels)
     at = len(labels)
-    for count in _unbroken(section.columns[len(labels) :]):
+    groups = grouped(section.columns[len(labels) :])
+    # A named group of columns is not split.
+    for count in (width for name, columns in groups for width in ([columns] if name else [1] * columns)):
         group = list(range(at, at + count))
         at += count
         if len(taken) > len(labels) and sum(sizes[i] for i in taken + group) > width:
@@ -157,20 +159,10 @@ def narrowed(section: Section, width: int, least: Sequence[str]) -> Section:
     return section
 
 
-def _unbroken(columns: Sequence[Column]) -> list[int]:
-    """Lengths of the runs of columns that are not split: a named group, or one column without a group."""
-    return [width for name, count in grouped(columns) for width in ([count] if name else [1] * count)]
-
-
 def _with_columns(section: Section, columns: Sequence[int]) -> Section:
     rows = tuple(tuple(row[i] for i in columns) for row in section.rows)
-    title = section.title if _leading(columns) else ""
+    title = section.title if list(columns) == list(range(len(columns))) else ""  # only the first columns have it
     return replace(section, title=title, columns=tuple(section.columns[i] for i in columns), rows=rows)
-
-
-def _leading(columns: Sequence[int]) -> bool:
-    """Whether these are the first columns: only they have the section's title."""
-    return list(columns) == list(range(len(columns)))
 
 
 def _natural_width(section: Section, index: int) -> int:
@@ -239,7 +231,8 @@ def as_csv(document: Document) -> str:
     header: list[str] | None = None
     for section in document.sections:
         kinds = [_csv_kinds(section, index) for index in range(len(section.columns))]
-        names = ["section", *(name + kind for name, own in _csv_names(section, kinds) for kind in own)]
+        own_names = zip(map(_csv_name, section.columns), kinds, strict=True)
+        names = ["section", *(name + kind for name, own in own_names for kind in own)]
         if names != header:
             if header is not None:
                 out.write("\n")
@@ -258,10 +251,6 @@ def _csv_kinds(section: Section, index: int) -> list[str]:
     spread = any(isinstance(figure, MeanFigure) and figure.spread is not None for figure in figures)
     doubtful = any(isinstance(figure, MeanFigure) and figure.doubtful for figure in figures)
     return ["", *(["_std"] if spread else []), *(["_sound"] if doubtful else [])]
-
-
-def _csv_names(section: Section, kinds: Sequence[list[str]]) -> Iterator[tuple[str, list[str]]]:
-    return zip(map(_csv_name, section.columns), kinds, strict=True)
 
 
 def _csv_value(value: Value, kind: str) -> str | float:
@@ -283,29 +272,27 @@ def as_html(document: Document, heading: str = "h2") -> str:
     """An HTML fragment: a heading, one table per section, the notes. All text is escaped."""
     parts = [f"<{heading}>{html.escape(document.title)}</{heading}>"]
     for section in document.sections:
-        parts.append(_html_table(section))
+        table_rows = ["<table>"]
+        if section.title:
+            table_rows.append(f"<caption>{html.escape(section.title)}</caption>")
+        table_rows.append("<thead>")
+        groups = grouped(section.columns)
+        if any(name for name, _ in groups):
+            spans = "".join(f'<th colspan="{count}">{html.escape(name)}</th>' for name, count in groups)
+            table_rows.append(f"<tr>{spans}</tr>")
+        table_rows.append(
+            "<tr>" + "".join(f"<th>{html.escape(column.name)}</th>" for column in section.columns) + "</tr>"
+        )
+        table_rows.append("</thead><tbody>")
+        for row in section.rows:
+            filled = zip(row, section.columns, strict=True)
+            table_rows.append("<tr>" + "".join(_html_cell(value, column) for value, column in filled) + "</tr>")
+        table_rows.append("</tbody></table>")
+        parts.append("\n".join(table_rows))
     if document.notes:
         items = "".join(f"<li>{html.escape(note)}</li>" for note in document.notes)
         parts.append(f"<ul>{items}</ul>")
     return "\n".join(parts) + "\n"
-
-
-def _html_table(section: Section) -> str:
-    rows = ["<table>"]
-    if section.title:
-        rows.append(f"<caption>{html.escape(section.title)}</caption>")
-    rows.append("<thead>")
-    groups = grouped(section.columns)
-    if any(name for name, _ in groups):
-        spans = "".join(f'<th colspan="{count}">{html.escape(name)}</th>' for name, count in groups)
-        rows.append(f"<tr>{spans}</tr>")
-    rows.append("<tr>" + "".join(f"<th>{html.escape(column.name)}</th>" for column in section.columns) + "</tr>")
-    rows.append("</thead><tbody>")
-    for row in section.rows:
-        filled = zip(row, section.columns, strict=True)
-        rows.append("<tr>" + "".join(_html_cell(value, column) for value, column in filled) + "</tr>")
-    rows.append("</tbody></table>")
-    return "\n".join(rows)
 
 
 def _html_cell(value: Value, column: Column) -> str:
@@ -343,7 +330,7 @@ def section_lines(section: Section, *, repeat_labels: bool = False, markup: bool
     """
     written = _own_markup if markup else markdown
     lines = [f"## {written(section.title)}", ""] if section.title else []
-    lines.append(_line(written(_header(column)) for column in section.columns))
+    lines.append(_line(written(f"{column.group} {column.name}".strip()) for column in section.columns))
     lines.append(_line("---" if column.kind == "label" else "---:" for column in section.columns))
     for shown in cells(section, repeat_labels=repeat_labels):
         marked = zip(shown, section.columns, strict=True)
@@ -355,10 +342,6 @@ def section_lines(section: Section, *, repeat_labels: bool = False, markup: bool
 def _own_markup(text: str) -> str:
     """Text of this project, whose Markdown counts; only what would end a cell is escaped."""
     return visible(text).replace("|", "\\|")
-
-
-def _header(column: Column) -> str:
-    return f"{column.group} {column.name}".strip()
 
 
 def _line(values: Iterable[str]) -> str:
@@ -411,15 +394,31 @@ def escaped(value: str) -> str:
 
 def _table(document: Document, section: Section, index: int, continued: bool) -> str:
     alignment = "".join("l" if column.kind == "label" else "r" for column in section.columns)
+    if continued:  # the parts of a table have one number and one caption
+        caption = r"\addtocounter{table}{-1}\caption{(continued)}"
+    else:  # without the number in print, beside which LaTeX would write its own
+        numbered = _NUMBERED.match(document.title)
+        words = document.title[numbered.end() :] if numbered else document.title
+        words = words[:1].upper() + words[1:] + (f": {section.title}" if section.title else "")
+        printed = f" ({numbered[1].lower()} {numbered[2]} in print)" if numbered else ""
+        caption = rf"\caption{{{escaped(words + printed)}}}"
+    groups = grouped(section.columns)
+    spans, rules, at = [], [], 1
+    for name, count in groups:
+        spans.append(rf"\multicolumn{{{count}}}{{c}}{{{escaped(name)}}}")
+        if name and count > 1:
+            rules.append(rf"\cmidrule(lr){{{at}-{at + count - 1}}}")
+        at += count
+    group_header = [" & ".join(spans) + r" \\", *([" ".join(rules)] if rules else [])]
     lines = [
         r"\begin{table}",
         r"\centering\small\setlength{\tabcolsep}{4pt}",
-        _caption(document, section, continued),
+        caption,
         rf"\label{{tab:{document.name}{'' if index == 0 else f'-{index + 1}'}}}",
         r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
         rf"\begin{{tabular}}{{{alignment}}}",
         r"\toprule",
-        *_group_header(section),
+        *(group_header if any(name for name, _ in groups) else []),
         _row(column.name for column in section.columns),
         r"\midrule",
         *(_row(shown) for shown in cells(section)),
@@ -428,33 +427,6 @@ def _table(document: Document, section: Section, index: int, continued: bool) ->
         r"\end{table}",
     ]
     return "\n".join(lines)
-
-
-def _caption(document: Document, section: Section, continued: bool) -> str:
-    """The caption, without the number in print, beside which LaTeX would write its own.
-
-    The parts of a table have one number and one caption.
-    """
-    if continued:
-        return r"\addtocounter{table}{-1}\caption{(continued)}"
-    numbered = _NUMBERED.match(document.title)
-    words = document.title[numbered.end() :] if numbered else document.title
-    words = words[:1].upper() + words[1:] + (f": {section.title}" if section.title else "")
-    printed = f" ({numbered[1].lower()} {numbered[2]} in print)" if numbered else ""
-    return rf"\caption{{{escaped(words + printed)}}}"
-
-
-def _group_header(section: Section) -> list[str]:
-    groups = grouped(section.columns)
-    if not any(name for name, _ in groups):
-        return []
-    spans, rules, at = [], [], 1
-    for name, count in groups:
-        spans.append(rf"\multicolumn{{{count}}}{{c}}{{{escaped(name)}}}")
-        if name and count > 1:
-            rules.append(rf"\cmidrule(lr){{{at}-{at + count - 1}}}")
-        at += count
-    return [" & ".join(spans) + r" \\", " ".join(rules)] if rules else [" & ".join(spans) + r" \\"]
 
 
 def _row(values: Iterable[str]) -> str:

@@ -42,10 +42,20 @@ def machine(summaries: Sequence[Summary]) -> str:
 
 def load_and_limits(summaries: Sequence[Summary]) -> list[str]:
     """Lines about the load, the requests, the scheduler's limits and the policies' settings."""
+    trace = _common(summaries, lambda s: s.load.trace)
+    limits = _common(summaries, lambda s: s.machine.limits())
+    reported = _common(summaries, lambda s: s.machine.reported)
     lines = (
-        _load(summaries), _trace(summaries), requests(summaries), _prefix_cache(summaries), _drafted(summaries),
-        _clients(summaries), _limits(summaries), _reported(summaries), _settings(summaries),
-    )  # fmt: skip
+        _load(summaries),
+        f"{trace[0].upper()}{trace[1:]}." if trace else "",
+        requests(summaries),
+        _prefix_cache(summaries),
+        _drafted(summaries),
+        _clients(summaries),
+        f"Scheduler: {limits}." if limits else "",
+        f"The server reports: {reported}." if reported else "",
+        _settings(summaries),
+    )
     return [line for line in lines if line]
 
 
@@ -54,12 +64,6 @@ def _load(summaries: Sequence[Summary]) -> str:
     parts = [summary.load.parts() for summary in summaries]
     shared = [text for name, text in parts[0].items() if all(of_run.get(name) == text for of_run in parts)]
     return f"Load: {', '.join([*shared, f'scenario {scenario}'])}, {_seeds(summaries)}."
-
-
-def _trace(summaries: Sequence[Summary]) -> str:
-    """How the times of the replayed trace were read, with its rate and duration; empty without a trace."""
-    note = _common(summaries, lambda s: s.load.trace)
-    return f"{note[0].upper()}{note[1:]}." if note else ""
 
 
 def _prefix_cache(summaries: Sequence[Summary]) -> str:
@@ -91,8 +95,11 @@ def _drafted(summaries: Sequence[Summary]) -> str:
     if len(shown) < 2:
         return "".join(f"Drafts: {text}." for text in shown)
     apart = "; ".join(f"{text} with {', '.join(policies)}" for text, policies in shown.items())
-    doubt = " A difference in speed may come from what was accepted, not from the policy."
-    return f"Drafts: {apart}.{doubt if _unlike(summaries) else ''}"
+    # Whether so different shares of drafts were accepted that speeds differ by that alone.
+    known = [summary.tokens_per_step or 1.0 for summary in summaries if not sets_drafts(summary.policy)]
+    unlike = bool(known) and max(known) > (1.0 + ACCEPTED_ALIKE) * min(known)
+    doubt = " A difference in speed may come from what was accepted, not from the policy." if unlike else ""
+    return f"Drafts: {apart}.{doubt}"
 
 
 def _accepted(drafted: Drafted) -> str:
@@ -104,12 +111,6 @@ def _accepted(drafted: Drafted) -> str:
     )
     details = ", ".join(filter(None, (rate, positions)))
     return f"{drafted.mean_acceptance_length:.2f} tokens per step with drafts{f' ({details})' if details else ''}"
-
-
-def _unlike(summaries: Sequence[Summary]) -> bool:
-    """Whether so different shares of drafts were accepted that speeds differ by that alone."""
-    known = [summary.tokens_per_step or 1.0 for summary in summaries if not sets_drafts(summary.policy)]
-    return bool(known) and max(known) > (1.0 + ACCEPTED_ALIKE) * min(known)
 
 
 def _clients(summaries: Sequence[Summary]) -> str:
@@ -136,17 +137,6 @@ def requests(summaries: Sequence[Summary]) -> str:
         which = "" if m.completed == m.planned else " of those completed"
         line += f", mean{which} {count(mean_in)} tokens in, {count(mean_out)} out"
     return f"{line}."
-
-
-def _limits(summaries: Sequence[Summary]) -> str:
-    shown = _common(summaries, lambda s: s.machine.limits())
-    return f"Scheduler: {shown}." if shown else ""
-
-
-def _reported(summaries: Sequence[Summary]) -> str:
-    """What servers say of their own settings."""
-    shown = _common(summaries, lambda s: s.machine.reported)
-    return f"The server reports: {shown}." if shown else ""
 
 
 def _settings(summaries: Sequence[Summary]) -> str:
@@ -235,16 +225,12 @@ def _conclusions(cases: Sequence[ComparisonCase]) -> list[RenderableType]:
     verdicts = sentences.verdicts(cases)
     if len(cases) == 1:
         [(_, lines, shown)] = verdicts
-        return [Text(), *_paragraphs(lines, shown), *_explanations(cases[0])]
+        head = [Text(line, style="bold green" if shown else "bold") for line in lines[:1]]
+        return [Text(), *head, *map(Text, lines[1:]), *_explanations(cases[0])]
     parts: list[RenderableType] = [Text()]
     for title, lines, _ in verdicts:
         parts += [Text(title, style="bold"), *map(_bullet, lines)] if title else map(Text, lines)
     return [*parts, Text("For the reasons, show the runs of one load and environment alone.", style="dim")]
-
-
-def _paragraphs(lines: Sequence[str], certain: bool) -> list[Text]:
-    first = "bold green" if certain else "bold"
-    return [Text(line, style=first if index == 0 else "") for index, line in enumerate(lines)]
 
 
 def _explanations(case: ComparisonCase) -> list[RenderableType]:

@@ -1,6 +1,6 @@
 """Results in sentences: which policy is ahead, by how much, how certainly, why, and caveats.
 
-A policy *wins* if the difference is shown (:mod:`ebbench.analysis.certainty`), else it *is ahead*. ``show``,
+A policy *wins* if the difference is shown (:mod:`ebbench.analysis.cases`), else it *is ahead*. ``show``,
 the HTML page and ``compare`` use these sentences.
 
 Pure functions from data to lines of text without markup, so that a name cannot inject styles.
@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from ebbench.analysis.cases import (
+    ALPHA,
     MEASUREMENT,
     TIE,
     ComparisonCase,
@@ -21,26 +22,23 @@ from ebbench.analysis.cases import (
     Group,
     all_keep_up,
     baseline_group,
+    deciding_figure,
     differing,
     gain,
+    identical,
+    log_ratios,
     output_throughput,
+    p_value,
+    pairs_for,
+    pairs_needed,
     ranked,
     request_goodput,
     request_time,
     steady_throughput,
-)
-from ebbench.analysis.certainty import (
-    ALPHA,
-    deciding_figure,
-    identical,
-    log_ratios,
-    p_value,
-    pairs_for,
-    pairs_needed,
     stop_reason_of,
     test_count,
 )
-from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts
+from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread
 from ebbench.analysis.summary import Summary, named
 from ebbench.analysis.validity import by_policy, told_once
 from ebbench.records.warnings import KV_CACHE, Texts, listed_seeds
@@ -126,15 +124,12 @@ def _repeat(groups: Sequence[Group]) -> list[str]:
         for group in others
         if group not in same and not stop_reason_of(groups, group) and (logs := log_ratios(group, baseline, figure))
     }
-    lines = [_identical([baseline.policy, *(group.policy for group in same)])] if same else []
-    return lines + _more_pairs(unsettled, baseline.policy, test_count(groups))
-
-
-def _identical(policies: Sequence[str]) -> str:
-    return (
-        f"{listed(policies)} have the same figures in every pair of runs: under this load they behave identically, so "
-        "repeats show no difference."
-    )
+    lines = _more_pairs(unsettled, baseline.policy, test_count(groups))
+    if not same:
+        return lines
+    alike = listed([baseline.policy, *(group.policy for group in same)])
+    identically = "under this load they behave identically, so repeats show no difference."
+    return [f"{alike} have the same figures in every pair of runs: {identically}", *lines]
 
 
 def _more_pairs(unsettled: Mapping[str, Sequence[float]], baseline: str, tests: int) -> list[str]:
@@ -231,12 +226,15 @@ def verdict(groups: Sequence[Group]) -> Verdict:
     order = ranked(groups)
     if not any(summary.metrics.completed for summary in summaries):
         return Verdict(["No policy completed a request, so there is nothing to compare."])
-    if len(groups) > 1 and (invalid := _invalid(groups)):
+    invalid = _policies_that_are(groups, lambda summary: not summary.valid, "INVALID")
+    if len(groups) > 1 and invalid:
         return Verdict([f"No winner: {invalid}, and an INVALID run is never compared."])
     if len(groups) == 1 and order:
         return Verdict([_single(order[0]), *_worst_classes(groups)])
     if len(order) < len(groups):
-        return Verdict([f"No winner: {_unfinished(groups)}, so there is no figure to compare."])
+        nothing = "without a completed request"
+        idle = _policies_that_are(groups, lambda summary: output_throughput(summary.metrics) is None, nothing)
+        return Verdict([f"No winner: {idle}, so there is no figure to compare."])
     decided = _within_limits(groups) or (_fastest(order) if all_keep_up(order) else None)
     if decided is not None:
         return Verdict([*decided.lines, *_limits(groups)], decided.shown)
@@ -249,10 +247,12 @@ def verdict(groups: Sequence[Group]) -> Verdict:
         tie = f"No winner: {best.policy} and {reference.policy} differ by {percent(lead.mean)}."
         return Verdict([tie, *_runners_up(order), *_limits(groups)])
     shown = is_shown(groups, best, reference, output_throughput)
+    steady_gain = gain(best, reference, steady_throughput)
+    inside = "" if steady_gain is None else f"; inside the steady window {change(steady_gain.mean)}"
     lines = [
         f"{_leads(best, shown)}: {rate(best.mean(output_throughput))} output tokens/s "
         f"over the whole run, {change(lead.mean)}{_uncertainty(lead)} over {reference.policy} "
-        f"({rate(reference.mean(output_throughput))}){_steady(best, reference)}."
+        f"({rate(reference.mean(output_throughput))}){inside}."
     ]
     return Verdict([*lines, *_runners_up(order), _latencies(best, reference), *_limits(groups)], shown)
 
@@ -267,28 +267,13 @@ def _leads(best: Group, shown: bool) -> str:
 
 def is_shown(groups: Sequence[Group], best: Group, reference: Group, figure: Figure) -> bool:
     """Whether the difference between two policies, one of them the baseline, is significant."""
-    p = _p(groups, best, reference, figure)
+    compared = best if reference is baseline_group(groups) else reference
+    p = p_value(groups, compared.policy, figure)
     return p is not None and p <= ALPHA
 
 
-def _p(groups: Sequence[Group], best: Group, reference: Group, figure: Figure) -> float | None:
-    compared = best if reference is baseline_group(groups) else reference
-    return p_value(groups, compared.policy, figure)
-
-
-def _invalid(groups: Sequence[Group]) -> str:
-    """Names of policies with INVALID runs, with the seeds if other runs are valid."""
-    return _policies_that_are(groups, lambda summary: not summary.valid, "INVALID")
-
-
-def _unfinished(groups: Sequence[Group]) -> str:
-    """Names of policies without a completed request, with the seeds if other runs have some."""
-    return _policies_that_are(
-        groups, lambda summary: output_throughput(summary.metrics) is None, "without a completed request"
-    )
-
-
 def _policies_that_are(groups: Sequence[Group], apart: Callable[[Summary], bool], word: str) -> str:
+    """Names of policies with such runs, with the seeds if other runs are not; empty without any."""
     policies = []
     for group in groups:
         seeds = [str(summary.seed) for summary in group.summaries if apart(summary)]
@@ -373,11 +358,6 @@ def _uncertainty(gain_over: Gain) -> str:
     return "" if gain_over.spread is None else f" (± {percent(gain_over.spread)} between seeds)"
 
 
-def _steady(best: Group, reference: Group) -> str:
-    steady_gain = gain(best, reference, steady_throughput)
-    return "" if steady_gain is None else f"; inside the steady window {change(steady_gain.mean)}"
-
-
 def _runners_up(order: Sequence[Group]) -> list[str]:
     if len(order) < 3:
         return []
@@ -400,40 +380,32 @@ def why(explanation: Explanation) -> list[str]:
     """How one run's time divides and what its controller decided; empty without recorded steps."""
     lines = []
     if explanation.steps is not None:
-        lines.append(_time(explanation.steps))
+        parts = []
+        shown = [(name, kind) for name, kind in explanation.steps.kinds.items() if kind.share >= NEGLIGIBLE]
+        for name, kind in sorted(shown, key=lambda item: -item[1].share):
+            holds = []
+            if kind.mean_decode_seqs >= 0.5:
+                sequences = count(kind.mean_decode_seqs)
+                holds.append(f"{sequences} {'sequence' if sequences == '1' else 'sequences'} decoding")
+            if kind.mean_prefill_tokens >= 0.5:
+                holds.append(f"{count(kind.mean_prefill_tokens)} prompt tokens")
+            load = f" with {' and '.join(holds)}" if holds else ""
+            parts.append(f"{percent(kind.share)} in {name} steps of {duration_ms(1000 * kind.mean_s)}{load}")
+        lines.append(f"Time: {'; '.join(parts)} (means over {count(explanation.steps.steps)} steps).")
         if 0 < explanation.steps.eb_share < 1:
-            lines.append(_modes(explanation.steps, explanation.decisions))
+            line = f"Mode: exclusive batches {percent(explanation.steps.eb_share)} of the time, mixed the rest"
+            switches = explanation.decisions.switches if explanation.decisions else ()
+            if switches:
+                first = switches[0]
+                times = "once" if len(switches) == 1 else f"{len(switches)} times"
+                when = "at" if len(switches) == 1 else "first at"
+                line += f"; switched {times}, {when} {first.time_s:.1f} s ({REASONS.get(first.reason, first.reason)})"
+            lines.append(f"{line}. Over time {spark(explanation.steps.eb_timeline)} (high = exclusive).")
     if explanation.decisions is not None:
         lines += _decisions(explanation.decisions, explanation.policy)
     elif explanation.steps is not None and getattr(known_policy(explanation.policy), "kind", "") == "cadence":
         lines.append(NO_PROMPT_HELD)
     return lines
-
-
-def _time(facts: StepFacts) -> str:
-    parts = []
-    shown = [(name, kind) for name, kind in facts.kinds.items() if kind.share >= NEGLIGIBLE]
-    for name, kind in sorted(shown, key=lambda item: -item[1].share):
-        holds = []
-        if kind.mean_decode_seqs >= 0.5:
-            sequences = count(kind.mean_decode_seqs)
-            holds.append(f"{sequences} {'sequence' if sequences == '1' else 'sequences'} decoding")
-        if kind.mean_prefill_tokens >= 0.5:
-            holds.append(f"{count(kind.mean_prefill_tokens)} prompt tokens")
-        load = f" with {' and '.join(holds)}" if holds else ""
-        parts.append(f"{percent(kind.share)} in {name} steps of {duration_ms(1000 * kind.mean_s)}{load}")
-    return f"Time: {'; '.join(parts)} (means over {count(facts.steps)} steps)."
-
-
-def _modes(facts: StepFacts, decisions: DecisionFacts | None) -> str:
-    line = f"Mode: exclusive batches {percent(facts.eb_share)} of the time, mixed the rest"
-    switches = decisions.switches if decisions else ()
-    if switches:
-        first = switches[0]
-        times = "once" if len(switches) == 1 else f"{len(switches)} times"
-        when = "at" if len(switches) == 1 else "first at"
-        line += f"; switched {times}, {when} {first.time_s:.1f} s ({REASONS.get(first.reason, first.reason)})"
-    return f"{line}. Over time {spark(facts.eb_timeline)} (high = exclusive)."
 
 
 def _decisions(facts: DecisionFacts, policy: str) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, stdev
 
 from rich import box
@@ -102,7 +103,8 @@ def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = Fals
     baseline, leading = baseline_group(groups), _leading(groups)
     figures = _figures(groups, all_percentiles=all_percentiles)
     versus = [Column(f"vs\n{baseline.policy}", "change", key="gain")] if len(groups) > 1 else []
-    completed = any(_has_missing_requests(group) for group in groups)
+    summaries = [summary for group in groups for summary in group.summaries]
+    completed = any(summary.metrics.completed < summary.metrics.planned for summary in summaries)
     columns = (
         Column("policy", "label", fold=True),
         leading.column(),
@@ -120,9 +122,12 @@ def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = Fals
         )
         for group in groups
     ]
-    best = _best(groups)
+    # The most goodput if limits were given, else the most output throughput; none if runs are not comparable.
+    order = ranked(groups, request_goodput) or ranked(groups)
+    comparable = len(order) > 1 and not differing(summaries) and all(summary.valid for summary in summaries)
+    best = list(groups).index(order[0]) if comparable else None
     faulty = frozenset(place for place, group in enumerate(groups) if not group.valid)
-    return Section(title, columns, tuple(rows), None if best is None else list(groups).index(best), faulty)
+    return Section(title, columns, tuple(rows), best, faulty)
 
 
 def _marked(group: Group) -> str:
@@ -288,20 +293,18 @@ def _median(latency: str) -> _Figure:
 
 def _tails(groups: Sequence[Group], latency: str, *, all_percentiles: bool) -> list[_Figure]:
     """The highest percentile that every run has enough samples for; if there is none, p99 as a dash."""
-    if not all_percentiles:
-        name = sound_percentile(groups, latency) or "p99"
-        return [_tail(latency, name, _statistic(latency, name))]
-    return [_tail(latency, name, _estimate(latency, name)) for name in QUANTILES]
-
-
-def _tail(latency: str, name: str, of: Figure) -> _Figure:
-    return _Figure(
-        f"{latency.upper()}\n{name}",
-        f"{name}_{latency}_ms",
-        of,
-        numbers.duration_ms,
-        lambda groups: _too_few(groups, latency, name),
-    )
+    names = QUANTILES if all_percentiles else (sound_percentile(groups, latency) or "p99",)
+    of = _estimate if all_percentiles else _statistic
+    return [
+        _Figure(
+            f"{latency.upper()}\n{name}",
+            f"{name}_{latency}_ms",
+            of(latency, name),
+            numbers.duration_ms,
+            partial(_too_few, latency=latency, name=name),
+        )
+        for name in names
+    ]
 
 
 def sound_percentile(groups: Sequence[Group], latency: str) -> str | None:
@@ -340,29 +343,23 @@ def _gain(group: Group, baseline: Group, figure: _Figure) -> Value:
     return None if gain_over is None else MeanFigure(gain_over.mean, gain_over.spread)
 
 
-def _has_missing_requests(group: Group) -> bool:
-    return any(summary.metrics.completed < summary.metrics.planned for summary in group.summaries)
-
-
 def _completed(group: Group) -> str:
     done = sum(summary.metrics.completed for summary in group.summaries)
     return f"{numbers.count(done)} of {numbers.count(sum(summary.metrics.planned for summary in group.summaries))}"
 
 
-def _best(groups: Sequence[Group]) -> Group | None:
-    """The policy with the most goodput if limits were given, else with the most output throughput; None if runs are not
-    comparable."""
-    summaries = [summary for group in groups for summary in group.summaries]
-    if differing(summaries) or not all(summary.valid for summary in summaries):
-        return None
-    order = ranked(groups, request_goodput) or ranked(groups)
-    return order[0] if len(order) > 1 else None
-
-
 def legend(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) -> str:
     """The meaning of the columns in one paragraph."""
+    parts = []
+    several = [group for case in cases for group in case.groups if len(group.summaries) > 1]
+    if several:  # what the means cover: seeds, since runs of one seed are measurements of their own
+        runs = sorted({len(group.summaries) for group in several})
+        counted = str(runs[0]) if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"
+        copies = all(group.copies for group in several)
+        agree = f"{counted} repeats that agree in every figure: no spread"
+        parts.append(agree if copies else f"mean ± standard deviation over {counted} seeds")
+    parts.append("whole run: first intended start to last completion")
     without_tokens = all(_without_tokens(case.groups) for case in cases)
-    parts = [*_repeats(cases), "whole run: first intended start to last completion"]
     if without_tokens:
         parts.append("E2EL counts from the intended start")
     else:
@@ -388,18 +385,6 @@ def legend(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) ->
             "(--all-percentiles shows the others)"
         )
     return f"{'; '.join([*parts, '–: undefined or too few samples'])}."
-
-
-def _repeats(cases: Sequence[ComparisonCase]) -> list[str]:
-    """What the means cover: seeds, since runs of one seed are measurements of their own."""
-    several = [group for case in cases for group in case.groups if len(group.summaries) > 1]
-    if not several:
-        return []
-    runs = sorted({len(group.summaries) for group in several})
-    counted = str(runs[0]) if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"
-    if all(group.copies for group in several):
-        return [f"{counted} repeats that agree in every figure: no spread"]
-    return [f"mean ± standard deviation over {counted} seeds"]
 
 
 def framed(title: str = "") -> Table:

@@ -55,7 +55,31 @@ def make_timeline(run: Run) -> Timeline:
     phases = [{"t": start, "label": name} for name, start, _ in spans] if len(spans) > 1 else []
     steps = run.table("steps", _STEP_COLUMNS)
     if not steps.num_rows:
-        return _of_requests(run, columns, title, phases)
+        sent = columns.sent != MISSING
+        if not sent.any():
+            raise DataError(f"{run.path}: no request was sent, so there is no timeline")
+        ended = np.where(columns.end != MISSING, columns.end, columns.sent)
+        begun = np.where(columns.first_token != MISSING, columns.first_token, ended)
+        sent_s, begun_s, ended_s = (np.sort(times[sent] / 1e9) for times in (columns.sent, begun, ended))
+        edges = np.linspace(0.0, max(float(ended_s[-1]), 1e-3), BINS + 1)
+        waiting = _until(sent_s, edges) - _until(begun_s, edges)
+        answered = _until(begun_s, edges) - _until(ended_s, edges)
+        wide = edges[:: BINS // _RATES]
+        failed = np.sort(ended[sent & (columns.status != "ok")] / 1e9)
+        rates = {"sent": sent_s, "completed": np.sort(ended[columns.ok] / 1e9), "failed": failed}
+        return Timeline(
+            title,
+            phases,
+            throughput=_throughput(columns),
+            open=[*_points("waiting for a first token", edges, waiting), *_points("being answered", edges, answered)],
+            rate=[
+                row
+                for name, times in rates.items()
+                if len(times)
+                for row in _points(name, _middles(wide), np.diff(_until(times, wide)) / np.diff(wide))
+            ],
+            ttft=_ttft(columns, wide),
+        )
     step_columns = {name: steps[name].to_numpy(zero_copy_only=False) for name in _STEP_COLUMNS}
     times = step_columns["start_ns"] / 1e9
     return Timeline(
@@ -67,35 +91,6 @@ def make_timeline(run: Run) -> Timeline:
         sides=_sides(run),
         queue=_binned("waiting", times, step_columns["waiting"]) + _binned("running", times, step_columns["running"]),
         kv=_binned("KV", times, 100 * step_columns["kv_blocks_used"] / np.maximum(step_columns["kv_blocks_total"], 1)),
-    )
-
-
-def _of_requests(run: Run, columns: RequestColumns, title: str, phases: list[Row]) -> Timeline:
-    """What the client saw. Raises DataError if no request was sent."""
-    sent = columns.sent != MISSING
-    if not sent.any():
-        raise DataError(f"{run.path}: no request was sent, so there is no timeline")
-    ended = np.where(columns.end != MISSING, columns.end, columns.sent)
-    begun = np.where(columns.first_token != MISSING, columns.first_token, ended)
-    sent_s, begun_s, ended_s = (np.sort(times[sent] / 1e9) for times in (columns.sent, begun, ended))
-    edges = np.linspace(0.0, max(float(ended_s[-1]), 1e-3), BINS + 1)
-    waiting = _until(sent_s, edges) - _until(begun_s, edges)
-    answered = _until(begun_s, edges) - _until(ended_s, edges)
-    wide = edges[:: BINS // _RATES]
-    failed = np.sort(ended[sent & (columns.status != "ok")] / 1e9)
-    rates = {"sent": sent_s, "completed": np.sort(ended[columns.ok] / 1e9), "failed": failed}
-    return Timeline(
-        title,
-        phases,
-        throughput=_throughput(columns),
-        open=[*_points("waiting for a first token", edges, waiting), *_points("being answered", edges, answered)],
-        rate=[
-            row
-            for name, times in rates.items()
-            if len(times)
-            for row in _points(name, _middles(wide), np.diff(_until(times, wide)) / np.diff(wide))
-        ],
-        ttft=_ttft(columns, wide),
     )
 
 

@@ -13,10 +13,21 @@ from ebbench.traffic.spec import Phase, ScenarioSpec
 def print_workload(name: str, described: dict[str, Any], console: Console) -> None:
     """Print the lengths and arrivals of a sampled workload, and of a log what was recognised."""
     facts = described["facts"]
-    console.print(f"{name}: {_request_count(described)}", markup=False)
+    conversations = f" in {described['sessions']:,} conversations"
+    several = conversations if described["sessions"] != described["requests"] else ""
+    console.print(f"{name}: {described['requests']:,} requests{several}", markup=False)
     console.print(f"source: {facts['source']} ({facts['source_reason']})", markup=False)
     if "log" in described:
-        _print_recognised(console, described["log"])
+        log = described["log"]
+        if log["columns"]:
+            named = ", ".join(f"{role} = {column}" for role, column in log["columns"].items())
+            console.print(f"columns: {named}", markup=False)
+        console.print(f"rows: {log['rows']:,}, of which {log['requests']:,} are used", markup=False)
+        for dropped in log["dropped"]:
+            line = f"  {dropped['rows']:,} left out: {dropped['reason']} (first: line {dropped['first_line']:,})"
+            console.print(line, markup=False)
+        if keeps := log.get("failed_are_kept_with"):
+            console.print(f"  {keeps} keeps failed requests that have token counts", markup=False)
     for key in ("input_lengths", "output_lengths", "token_counts"):
         if key in facts:
             console.print(f"{key.replace('_', ' ')}: {facts[key]}", markup=False)
@@ -44,35 +55,37 @@ def arrival_line(arrivals: dict[str, float]) -> str:
     )
 
 
-def _request_count(described: dict[str, Any]) -> str:
-    if described["sessions"] == described["requests"]:
-        return f"{described['requests']:,} requests"
-    return f"{described['requests']:,} requests in {described['sessions']:,} conversations"
-
-
-def _print_recognised(console: Console, log: dict[str, Any]) -> None:
-    """Which column holds what, and which rows were left out."""
-    if log["columns"]:
-        named = ", ".join(f"{role} = {column}" for role, column in log["columns"].items())
-        console.print(f"columns: {named}", markup=False)
-    console.print(f"rows: {log['rows']:,}, of which {log['requests']:,} are used", markup=False)
-    for dropped in log["dropped"]:
-        line = f"  {dropped['rows']:,} left out: {dropped['reason']} (first: line {dropped['first_line']:,})"
-        console.print(line, markup=False)
-    if keeps := log.get("failed_are_kept_with"):
-        console.print(f"  {keeps} keeps failed requests that have token counts", markup=False)
-
-
 def _print_traffic(console: Console, log: dict[str, Any]) -> None:
     """Gaps, burstiness, sessions, repeated prompts and the trend of the hazard."""
     if "arrivals" not in log:
         none = "none; replay it under another scenario (--scenario poisson --request-rate R)"
         console.print(f"times: {none}" + (f", or {log['time_hint']}" if log["time_hint"] else ""), markup=False)
     elif log["arrivals"]["requests_per_s"] is not None:
-        for line in _arrival_lines(log["arrivals"]):
-            console.print(line)
+        arrivals = log["arrivals"]
+        gaps = ", ".join(f"{name} {arrivals[f'gap_{name}_s']:.3g}" for name in ("mean", "p50", "p95", "p99", "max"))
+        rate = f"{arrivals['requests_per_s']:,.3g} requests/s over {arrivals['span_s']:,.1f} s"
+        console.print(f"arrivals: {rate}; gaps in s: {gaps}")
+        bursts = f"gaps with a coefficient of variation of {arrivals['gap_variation']:.2f} (Poisson: 1)"
+        if "dispersion_per_minute" in arrivals:
+            per_minute = f"{arrivals['dispersion_per_minute']:,.1f} (Poisson: 1)"
+            bursts += f"; counts per minute with a dispersion of {per_minute}"
+        console.print(f"burstiness: {bursts}")
     if "sessions" in log:
-        console.print(_session_line(log["sessions"]))
+        sessions = log["sessions"]
+        parts = [
+            f"sessions: {sessions['sessions']:,}, {sessions['several_turns']:,} of them with several requests, "
+            f"{sessions['turns_mean']:.1f} requests per session (most: {sessions['turns_max']:,})"
+        ]
+        if "turns_with_history" in sessions:
+            parts.append(f"{sessions['turns_with_history']:.0%} of later prompts can hold the session so far")
+        if "pause_median_s" in sessions:
+            of_tools = f", {sessions['tool_pauses']:.0%} of tools" if "tool_pauses" in sessions else " (tools or users)"
+            parts.append(
+                f"pauses: median {sessions['pause_median_s']:.3g} s, mean {sessions['pause_mean_s']:.3g} s{of_tools}"
+            )
+        if sessions["parallel_requests"]:
+            parts.append(f"{sessions['parallel_requests']:,} requests do not wait just for the one before")
+        console.print("; ".join(parts))
     if "prefixes" in log:
         prefixes = log["prefixes"]
         console.print(
@@ -86,34 +99,6 @@ def _print_traffic(console: Console, log: dict[str, Any]) -> None:
         console.print(f"drafted tokens: accepted by position {rates}", markup=False)
     hazard = log["hazard"]
     console.print(f"completion hazard: {hazard.get('verdict') or hazard['untested']}", markup=False)
-
-
-def _arrival_lines(arrivals: dict[str, Any]) -> list[str]:
-    gaps = ", ".join(f"{name} {arrivals[f'gap_{name}_s']:.3g}" for name in ("mean", "p50", "p95", "p99", "max"))
-    lines = [
-        f"arrivals: {arrivals['requests_per_s']:,.3g} requests/s over {arrivals['span_s']:,.1f} s; gaps in s: {gaps}",
-        f"burstiness: gaps with a coefficient of variation of {arrivals['gap_variation']:.2f} (Poisson: 1)",
-    ]
-    if "dispersion_per_minute" in arrivals:
-        lines[1] += f"; counts per minute with a dispersion of {arrivals['dispersion_per_minute']:,.1f} (Poisson: 1)"
-    return lines
-
-
-def _session_line(sessions: dict[str, Any]) -> str:
-    parts = [
-        f"sessions: {sessions['sessions']:,}, {sessions['several_turns']:,} of them with several requests, "
-        f"{sessions['turns_mean']:.1f} requests per session (most: {sessions['turns_max']:,})"
-    ]
-    if "turns_with_history" in sessions:
-        parts.append(f"{sessions['turns_with_history']:.0%} of later prompts can hold the session so far")
-    if "pause_median_s" in sessions:
-        of_tools = f", {sessions['tool_pauses']:.0%} of tools" if "tool_pauses" in sessions else " (tools or users)"
-        parts.append(
-            f"pauses: median {sessions['pause_median_s']:.3g} s, mean {sessions['pause_mean_s']:.3g} s{of_tools}"
-        )
-    if sessions["parallel_requests"]:
-        parts.append(f"{sessions['parallel_requests']:,} requests do not wait just for the one before")
-    return "; ".join(parts)
 
 
 # Scenarios.
@@ -130,16 +115,16 @@ def print_scenario(spec: ScenarioSpec, arrivals: dict[str, float] | None, consol
     if spec.phases:
         table = plain_table("phase", "size", "load", "lengths")
         for phase in spec.phases:
-            table.add_row(phase.name, _size(phase), _load(phase), _lengths(phase))
+            size = f"{phase.requests:,} sessions" if phase.requests else "all sessions"
+            table.add_row(
+                phase.name,
+                size if phase.duration_s is None else f"{phase.duration_s:g} s",
+                _load(phase),
+                f"in {phase.input.text}, out {phase.output.text}" if phase.input and phase.output else "the workload's",
+            )
         console.print(table)
     if arrivals is not None:
         console.print(arrival_line(arrivals))
-
-
-def _size(phase: Phase) -> str:
-    if phase.duration_s is not None:
-        return f"{phase.duration_s:g} s"
-    return f"{phase.requests:,} sessions" if phase.requests else "all sessions"
 
 
 def _load(phase: Phase) -> str:
@@ -148,23 +133,14 @@ def _load(phase: Phase) -> str:
     words = [str(phase.process)]
     if phase.process == "gamma":
         words.append(f"(burstiness {phase.burstiness:g})")
-    words.append(_rate(phase))
+    if phase.rate is not None:
+        words.append(f"at {phase.rate:g} sessions/s")
+    else:
+        scaled = "" if phase.level == 1.0 else f"{phase.level:g} x "
+        shared = f", or {phase.share:.0%} of saturation" if phase.share is not None else ""
+        words.append(f"at {scaled}--request-rate{shared}")
     if phase.curve is not None:
         period = f"every {phase.curve.period_s:g} s" if phase.curve.period_s else "over the phase"
         low, high = min(phase.curve.levels), max(phase.curve.levels)
         words.append(f"along {phase.curve.shape} between {low:g} and {high:g} {period}")
     return " ".join(words)
-
-
-def _rate(phase: Phase) -> str:
-    if phase.rate is not None:
-        return f"at {phase.rate:g} sessions/s"
-    scaled = "" if phase.level == 1.0 else f"{phase.level:g} x "
-    shared = f", or {phase.share:.0%} of saturation" if phase.share is not None else ""
-    return f"at {scaled}--request-rate{shared}"
-
-
-def _lengths(phase: Phase) -> str:
-    if phase.input is None or phase.output is None:
-        return "the workload's"
-    return f"in {phase.input.text}, out {phase.output.text}"

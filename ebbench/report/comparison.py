@@ -11,8 +11,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ebbench.analysis.cases import TIE
-from ebbench.analysis.certainty import ALPHA
+from ebbench.analysis.cases import ALPHA, TIE
 from ebbench.analysis.documents import Column, Document, Section, Value
 from ebbench.analysis.paired import (
     REQUEST_TIME,
@@ -33,7 +32,7 @@ from ebbench.render import numbers
 from ebbench.render.documents import section_tables
 from ebbench.render.report import notes as titled
 from ebbench.render.sentences import AHEAD, PAIRING, SKIPPED, WINS
-from ebbench.report import page_tables
+from ebbench.report import page_data
 
 BETTER, WORSE, UNDECIDED, IDENTICAL = "better", "worse", "undecided", "identical"
 """Words for a significant difference, for one that may be chance, and for none in any pair."""
@@ -101,21 +100,13 @@ def notes(compared: Compared) -> tuple[str, ...]:
 
 def caveats(comparisons: Sequence[PairedComparison]) -> list[str]:
     """The caveats of the devices, each once, with the cases and policies of the runs that have it unless all do."""
-    runs = [
-        ({"case": comparison.title, "policy": label}, unit.caveats)
-        for comparison in comparisons
-        for label, units in _compared_runs(comparison).items()
-        for unit in units
-    ]
-    return told_once(
-        [texts for _, texts in runs], by_settings([settings for settings, _ in runs], lambda _, value: value, "runs")
-    )
-
-
-def _compared_runs(comparison: PairedComparison) -> dict[str, list[GateUnit]]:
-    """The runs of the baseline and of the other policies, by the policy's label."""
-    others = {policy.label: [pair.candidate for pair in policy.pairs] for policy in comparison.others}
-    return {comparison.baseline: list(comparison.units), **others}
+    texts, settings = [], []
+    for comparison in comparisons:
+        compared = {policy.label: [pair.candidate for pair in policy.pairs] for policy in comparison.others}
+        for label, units in ({comparison.baseline: list(comparison.units)} | compared).items():
+            texts += [unit.caveats for unit in units]
+            settings += [{"case": comparison.title, "policy": label}] * len(units)
+    return told_once(texts, by_settings(settings, lambda _, value: value, "runs"))
 
 
 def left_out(compared: Compared) -> list[str]:
@@ -204,14 +195,17 @@ def verdict_sentence(comparison: PairedComparison, policy: PolicyContrasts) -> s
             f"No winner: {policy.label} and {comparison.baseline} have the same figures in every pair of runs: under "
             "this load they behave identically."
         )
-    by = f"{numbers.change(contrast.change)} {_figure_name(contrast)} of {policy.label} against {comparison.baseline}"
+    figure = _DECIDING[contrast.figure]
+    by = f"{numbers.change(contrast.change)} {figure} of {policy.label} against {comparison.baseline}"
     kept_up = " Both keep up with the arrivals, so latency decides." if contrast.figure == REQUEST_TIME else ""
     higher = contrast.change > 0
     leader = policy.label if higher == is_higher_better(contrast.figure) else comparison.baseline
     word, kept_up = verdict(contrast), kept_up + _by_drafts(policy)
     if abs(contrast.change) < TIE:
         return f"No winner: {by}.{kept_up}"
-    if _explained_by_drafts(contrast, policy):
+    gain = math.log1p(contrast.change) * (1 if is_higher_better(contrast.figure) else -1)
+    drafts = math.log1p(policy.drafts)
+    if gain * drafts > 0 and abs(gain) <= abs(drafts):
         return f"No winner among the policies: {by}.{kept_up}"
     if word in (BETTER, WORSE):
         return f"{leader} {WINS}: {by}, 95 % interval {_interval(contrast)}.{kept_up}"
@@ -227,13 +221,6 @@ def _by_drafts(policy: PolicyContrasts) -> str:
         f" Drafts: {tokens.value:.2f} tokens per step against {tokens.baseline:.2f}; up to "
         f"{numbers.change(policy.drafts)} in tokens/s comes from what was accepted, not from the policy."
     )
-
-
-def _explained_by_drafts(contrast: Contrast, policy: PolicyContrasts) -> bool:
-    """Whether the drafts alone may have made the whole difference."""
-    gain = math.log1p(contrast.change) * (1 if is_higher_better(contrast.figure) else -1)
-    drafts = math.log1p(policy.drafts)
-    return gain * drafts > 0 and abs(gain) <= abs(drafts)
 
 
 def _open_question(policy: PolicyContrasts, contrast: Contrast) -> str:
@@ -259,13 +246,12 @@ def _gate_notes(comparison: PairedComparison) -> list[str]:
     return [f"undecided here, but worse by the gate's one-sided test: {', '.join(worse)}"] if worse else []
 
 
-def _figure_name(contrast: Contrast) -> str:
-    return {
-        "output_throughput": "output tokens/s",
-        "request_throughput": "requests/s",
-        "request_goodput": "requests/s within the limits",
-        REQUEST_TIME: "time per request (median)",
-    }[contrast.figure]
+_DECIDING = {
+    "output_throughput": "output tokens/s",
+    "request_throughput": "requests/s",
+    "request_goodput": "requests/s within the limits",
+    REQUEST_TIME: "time per request (median)",
+}
 
 
 def legend(comparison: PairedComparison) -> str:
@@ -275,7 +261,17 @@ def legend(comparison: PairedComparison) -> str:
     text = f"{counted} of runs on the same plan; change: geometric mean over the pairs"
     if any(contrast.figure == DRAFTS for policy in comparison.others for contrast in policy.contrasts):
         text += "; tokens/step: output tokens over those that its steps would have made without drafts"
-    text += "".join(f"; {line}" for line in (*_skipped(comparison), *_left_out(comparison), *_gate_notes(comparison)))
+    skipped = [
+        f"{label_of(figure)} left out for {contrasts.label}: {SKIPPED[why]}"
+        for contrasts in comparison.others
+        for figure, why in contrasts.skipped.items()
+    ]
+    alone: dict[str, list[str]] = {}  # runs that are in no pair, with the policies that this concerns
+    for policy in comparison.others:
+        for note in policy.left_out:
+            alone.setdefault(note.worded(PAIRING), []).append(policy.label)
+    unpaired = [f"{note} ({', '.join(labels)})" for note, labels in alone.items()]
+    text += "".join(f"; {line}" for line in (*skipped, *unpaired, *_gate_notes(comparison)))
     needed = pairs_needed_by(comparison)
     if copies := max(sum(pair.copies for pair in policy.pairs) for policy in comparison.others):
         text += f"; {fact(COPIES, pairs=copies).worded(PAIRING)}"
@@ -294,24 +290,6 @@ def legend(comparison: PairedComparison) -> str:
     return f"{text}. Minimum detectable change: {detectable}." if detectable else f"{text}."
 
 
-def _skipped(comparison: PairedComparison) -> list[str]:
-    """Figures that were not compared, with the reason."""
-    return [
-        f"{label_of(figure)} left out for {contrasts.label}: {SKIPPED[why]}"
-        for contrasts in comparison.others
-        for figure, why in contrasts.skipped.items()
-    ]
-
-
-def _left_out(comparison: PairedComparison) -> list[str]:
-    """Runs that are in no pair, with the policies that this concerns."""
-    notes: dict[str, list[str]] = {}
-    for policy in comparison.others:
-        for note in policy.left_out:
-            notes.setdefault(note.worded(PAIRING), []).append(policy.label)
-    return [f"{note} ({', '.join(labels)})" for note, labels in notes.items()]
-
-
 def _detectable_of(policy: PolicyContrasts) -> str:
     known = [
         f"{label_of(contrast.figure)} {100 * contrast.detectable:.1f} %"
@@ -321,16 +299,16 @@ def _detectable_of(policy: PolicyContrasts) -> str:
     return f"{policy.label} {', '.join(known) or 'none'}"
 
 
-def tables(compared: Compared) -> list[page_tables.Table]:
+def tables(compared: Compared) -> list[page_data.Table]:
     """The comparisons with several pairs as tables of the HTML page."""
     page = []
     for comparison in compared.comparisons:
         if max(len(policy.pairs) for policy in comparison.others) > 1:
             sections = [_section(comparison, policy) for policy in comparison.others]
             sentences = [verdict_sentence(comparison, policy) for policy in comparison.others]
-            page += [page_tables.of_section(section, f"Paired: {section.title}") for section in sections[:-1]]
+            page += [page_data.of_section(section, f"Paired: {section.title}") for section in sections[:-1]]
             note = " ".join([*sentences, legend(comparison)])
-            page.append(page_tables.of_section(sections[-1], f"Paired: {sections[-1].title}", note))
+            page.append(page_data.of_section(sections[-1], f"Paired: {sections[-1].title}", note))
     return page
 
 
@@ -339,20 +317,19 @@ def to_json(compared: Compared) -> dict[str, Any]:
 
     Each case has the ``warnings`` of its devices; at the top level are those of all cases.
     """
-    cases = [_case_json(comparison) for comparison in compared.comparisons]
+    cases = [
+        {
+            "title": comparison.title,
+            "baseline": comparison.baseline,
+            "environment": dict(comparison.units[0].environment),
+            "load": comparison.units[0].load,
+            "warnings": caveats([comparison]),
+            "policies": [_other_json(policy) for policy in comparison.others],
+        }
+        for comparison in compared.comparisons
+    ]
     only = cases[0] if len(cases) == 1 else {"warnings": caveats(compared.comparisons)}
     return {**only, "cases": cases, "not_compared": list(compared.alone)}
-
-
-def _case_json(comparison: PairedComparison) -> dict[str, Any]:
-    return {
-        "title": comparison.title,
-        "baseline": comparison.baseline,
-        "environment": dict(comparison.units[0].environment),
-        "load": comparison.units[0].load,
-        "warnings": caveats([comparison]),
-        "policies": [_other_json(policy) for policy in comparison.others],
-    }
 
 
 def _other_json(policy: PolicyContrasts) -> dict[str, Any]:
@@ -372,7 +349,7 @@ def _other_json(policy: PolicyContrasts) -> dict[str, Any]:
     }
 
 
-def paired_tables(runs: Sequence[Run]) -> tuple[list[page_tables.Table], list[str]]:
+def paired_tables(runs: Sequence[Run]) -> tuple[list[page_data.Table], list[str]]:
     """The paired comparison for a page, where there is one; why not, where runs of several policies do not compare."""
     if len({run.manifest.policy for run in runs}) < 2:
         return [], []

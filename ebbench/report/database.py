@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import re
 import sys
@@ -68,7 +69,8 @@ def connect(runs: Sequence[Run], *, summaries: bool = True) -> Any:
         connection.execute(f"create view {name} as {both}")
     directories = [str(run.path) for run in runs]  # DuckDB checks a path as given and as resolved
     allowed = dict.fromkeys([*directories, *map(_unglobbed, directories)])
-    connection.execute(f"set allowed_directories = {_literals(allowed)}")
+    literals = ", ".join("'" + path.replace("'", "''") + "/'" for path in allowed)
+    connection.execute(f"set allowed_directories = [{literals}]")
     connection.execute("set python_enable_replacements = false")  # a variable of this program is no table
     connection.execute("set enable_external_access = false")
     connection.execute("set lock_configuration = true")
@@ -83,7 +85,11 @@ def query(connection: Any, sql: str) -> pa.Table:
     duckdb = need("duckdb", "ebbench query")
     try:
         statements = connection.extract_statements(sql)
-        if len(statements) != 1 or not _only_reads(connection, statements[0]):
+        kinds = [statement.type.name for statement in statements]
+        if kinds == ["EXPLAIN"]:  # `explain analyze` carries out what it explains
+            explained = connection.extract_statements(_EXPLAIN.sub("", statements[0].query))
+            kinds = [inner.type.name for inner in explained]
+        if kinds != ["SELECT"]:
             raise UsageError("write one statement that returns rows and changes nothing, for example a select")
         relation = _interruptible(connection, lambda: connection.sql(statements[0]))
     except duckdb.Error as error:
@@ -92,14 +98,6 @@ def query(connection: Any, sql: str) -> pa.Table:
         return _interruptible(connection, relation.to_arrow_table)
     except duckdb.Error as error:
         raise DataError(_sql_problem(error)) from None
-
-
-def _only_reads(connection: Any, statement: Any) -> bool:
-    """Whether a statement is a select or explains one: ``explain analyze`` carries out what it explains."""
-    if statement.type.name != "EXPLAIN":
-        return bool(statement.type.name == "SELECT")
-    explained = connection.extract_statements(_EXPLAIN.sub("", statement.query))
-    return [inner.type.name for inner in explained] == ["SELECT"]
 
 
 def _interruptible(connection: Any, work: Callable[[], T]) -> T:
@@ -121,10 +119,10 @@ def _sql_problem(error: Exception) -> str:
 
 def _overview(runs: Sequence[Run], *, summaries: bool) -> pa.Table:
     rows = [_row(run) for run in runs]
-    figures = [_figures(run) for run in runs] if summaries else []
+    figures = [metrics_dict(summarise(run).metrics) for run in runs] if summaries else []
     described = {name: _column([row.get(name) for row in rows]) for name in _names(rows)}
-    measured = {name: _numbers([row.get(name) for row in figures]) for name in _names(figures) if name not in described}
-    return pa.table(described | measured)
+    names = [name for name in _names(figures) if name not in described and name != "steady"]
+    return pa.table(described | {name: _numbers([row.get(name) for row in figures]) for name in names})
 
 
 def _names(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -146,10 +144,6 @@ def _row(run: Run) -> dict[str, Any]:
     return row | asked | options
 
 
-def _figures(run: Run) -> dict[str, Any]:
-    return {name: value for name, value in metrics_dict(summarise(run).metrics).items() if name != "steady"}
-
-
 def _column(values: list[Any]) -> pa.Array:
     """A column; options whose types differ between runs become text."""
     try:
@@ -167,10 +161,6 @@ def _numbers(values: list[int | float | None]) -> pa.Array:
 def _unglobbed(path: str) -> str:
     """The path with ``[``, ``*`` and ``?`` escaped, which DuckDB would read as a pattern."""
     return "".join(f"[{letter}]" if letter in "[*?" else letter for letter in path)
-
-
-def _literals(paths: Any) -> str:
-    return "[" + ", ".join("'" + path.replace("'", "''") + "/'" for path in paths) + "]"
 
 
 def load(paths: Sequence[Path]) -> list[Run]:
@@ -192,7 +182,13 @@ def write(result: pa.Table, form: str, output: Path | None) -> None:
 
     Raises RunError if the file cannot be written.
     """
-    result = _unique_names(result)
+    names: list[str] = []
+    taken = set(result.column_names)
+    for name in result.column_names:
+        numbered = (f"{name}_{number}" for number in itertools.count(1))
+        names.append(next(free for free in numbered if free not in taken) if name in names else name)
+        taken.add(names[-1])
+    result = result.rename_columns(names)
     if form == "parquet" and output is not None:
         files.write_table(result, output)
     elif output is not None:
@@ -203,29 +199,18 @@ def write(result: pa.Table, form: str, output: Path | None) -> None:
         sys.stdout.write(_text_of(result, form))
 
 
-def _unique_names(result: pa.Table) -> pa.Table:
-    """The result with unique column names: ``a``, ``a_1``, ..."""
-    names: list[str] = []
-    taken = set(result.column_names)
-    for name in result.column_names:
-        names.append(_free(name, taken) if name in names else name)
-        taken.add(names[-1])
-    return result.rename_columns(names)
-
-
-def _free(name: str, taken: set[str]) -> str:
-    number = 1
-    while f"{name}_{number}" in taken:
-        number += 1
-    return f"{name}_{number}"
-
-
 def _text_of(result: pa.Table, form: str) -> str:
-    return {"json": _json, "csv": _csv, "table": _table}[form](result)
-
-
-def _json(result: pa.Table) -> str:
-    return json.dumps(finite(result.to_pylist()), indent=2, default=_json_value, allow_nan=False) + "\n"
+    if form == "json":
+        return json.dumps(finite(result.to_pylist()), indent=2, default=_json_value, allow_nan=False) + "\n"
+    text = io.StringIO()
+    if form == "csv":
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(map(csv_cell, result.column_names))
+        for row in result.to_pylist():
+            writer.writerow(["" if value is None else csv_cell(value) for value in row.values()])
+        return text.getvalue()
+    _print(result, Console(file=text, width=_FILE_WIDTH, color_system=None, highlight=False))
+    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
 def _json_value(value: object) -> object:
@@ -235,30 +220,18 @@ def _json_value(value: object) -> object:
     return str(value)
 
 
-def _csv(result: pa.Table) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(map(csv_cell, result.column_names))
-    for row in result.to_pylist():
-        writer.writerow(["" if value is None else csv_cell(value) for value in row.values()])
-    return text.getvalue()
-
-
 _FILE_WIDTH = 100_000  # a file has no width: no line is broken
 
 _LEAST_WIDTH = 9  # narrower columns are unreadable; rows are then shown one below the other
 
 
-def _table(result: pa.Table) -> str:
-    text = io.StringIO()
-    _print(result, Console(file=text, width=_FILE_WIDTH, color_system=None, highlight=False))
-    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
-
-
 def _print(result: pa.Table, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     if result.num_columns * _LEAST_WIDTH > console.width:
-        _print_rows(result, console)
+        for number, row in enumerate(result.to_pylist(), start=1):
+            console.print(f"row {number}", style="bold")
+            for name, value in row.items():
+                console.print(f"  {escape(name)}: {escape(_text(value))}", soft_wrap=True)
         return
     table = framed()
     for field in result.schema:
@@ -267,13 +240,6 @@ def _print(result: pa.Table, console: Console | None = None) -> None:
     for row in result.to_pylist():
         table.add_row(*(escape(_text(value)) for value in row.values()))
     console.print(table)
-
-
-def _print_rows(result: pa.Table, console: Console) -> None:
-    for number, row in enumerate(result.to_pylist(), start=1):
-        console.print(f"row {number}", style="bold")
-        for name, value in row.items():
-            console.print(f"  {escape(name)}: {escape(_text(value))}", soft_wrap=True)
 
 
 def _text(value: object) -> str:

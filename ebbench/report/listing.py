@@ -17,7 +17,7 @@ from ebbench.foreign.documents import visible
 from ebbench.records.run import Run, find_runs, read_manifest
 from ebbench.render import numbers
 from ebbench.render.documents import Console, narrowed, rendered, section_tables
-from ebbench.report.page_tables import shown_runs
+from ebbench.report.page_data import shown_runs
 from ebbench.runs.stored import Listing, StoredRun, check_free, listed, remove
 from ebbench.sizing.chart import stored_capacity
 from ebbench.sizing.sentences import load
@@ -137,29 +137,25 @@ def print_described(runs: Sequence[StoredRun]) -> None:
         if place:
             console.say("")
         console.say(f"{run.path}" + (f" ({run.state})" if run.state else ""))
-        for name, text in _described(run).items():
+        labels = run.labels
+        described = {
+            "name": labels.name, "tags": ", ".join(labels.tags), "note": labels.note, "commit": labels.commit,
+            "label": labels.label, "begun": f"{run.begun} UTC",
+            "what": f"{run.workload}, scenario {run.scenario}, policy {run.policy}"
+                    + ("" if run.seed is None else f", seed {run.seed}"),
+            "where": f"{run.model} on {run.device}, engine {run.engine}",
+        }  # fmt: skip
+        if run.kind == "run":
+            manifest = read_manifest(run.path)
+            described |= {"host": run_host(manifest), "reasons": "; ".join(map(str, manifest.reasons))}
+        if run.kind == "search":
+            described["answer"] = "; ".join(_answer(row) for row in load(run.path)) or "not finished"
+        sizes = [
+            f"{path.name} {numbers.size(path.stat().st_size)}" for path in sorted(run.path.iterdir()) if path.is_file()
+        ]
+        for name, text in (described | {"size": f"{numbers.size(run.size)}: {', '.join(sizes)}"}).items():
             if text:
                 console.say(f"  {name:<9} {text}")
-
-
-def _described(run: StoredRun) -> dict[str, str]:
-    labels = run.labels
-    described = {
-        "name": labels.name, "tags": ", ".join(labels.tags), "note": labels.note, "commit": labels.commit,
-        "label": labels.label, "begun": f"{run.begun} UTC",
-        "what": f"{run.workload}, scenario {run.scenario}, policy {run.policy}"
-                + ("" if run.seed is None else f", seed {run.seed}"),
-        "where": f"{run.model} on {run.device}, engine {run.engine}",
-    }  # fmt: skip
-    if run.kind == "run":
-        manifest = read_manifest(run.path)
-        described |= {"host": run_host(manifest), "reasons": "; ".join(map(str, manifest.reasons))}
-    if run.kind == "search":
-        described["answer"] = "; ".join(_answer(row) for row in load(run.path)) or "not finished"
-    sizes = [
-        f"{path.name} {numbers.size(path.stat().st_size)}" for path in sorted(run.path.iterdir()) if path.is_file()
-    ]
-    return described | {"size": f"{numbers.size(run.size)}: {', '.join(sizes)}"}
 
 
 def _answer(row: Mapping[str, Any]) -> str:

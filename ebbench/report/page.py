@@ -97,13 +97,9 @@ def _panel(alt: Any, title: str, height: int, *layers: Any) -> Any:
     return alt.layer(*layers, starts, title=_title(alt, title)).properties(height=height)
 
 
-def _time(alt: Any, title: str | None = None) -> Any:
-    return alt.X(
-        "t:Q",
-        title=title,
-        scale=alt.Scale(nice=False, zero=True),
-        axis=alt.Axis(labelFlush=True, labelExpr="datum.label + ' s'"),
-    )
+def _time(alt: Any) -> Any:
+    seconds = alt.Axis(labelFlush=True, labelExpr="datum.label + ' s'")
+    return alt.X("t:Q", title=None, scale=alt.Scale(nice=False, zero=True), axis=seconds)
 
 
 def _modes(alt: Any) -> Any:
@@ -266,6 +262,7 @@ def render(page: Page) -> str:
         loader=jinja2.FileSystemLoader(_PARTS), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     scripts = [library(), (_PARTS / "page.js").read_text(encoding="utf-8")]
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     text: str = environment.get_template("page.html.j2").render(
         page=asdict(page),
         present={name for name in ("classes", "sessions") if any(run[name] for run in page.runs)},
@@ -281,7 +278,10 @@ def render(page: Page) -> str:
         },
         style=(_PARTS / "page.css").read_text(encoding="utf-8"),
         scripts=scripts,
-        policy=content_policy(scripts),
+        policy=(
+            f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
+            "base-uri 'none'; form-action 'none'"
+        ),
         version=__version__,
     )
     return text
@@ -304,15 +304,6 @@ def library() -> str:
     with suppress(RunError):  # a home that cannot be written costs time, not the page
         files.write_text(safe, kept)
     return safe
-
-
-def content_policy(scripts: list[str]) -> str:
-    """A content security policy without external sources and eval; it allows only scripts with these hashes."""
-    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
-    return (
-        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
-        "base-uri 'none'; form-action 'none'"
-    )
 
 
 def write(page: Page, path: Path) -> None:

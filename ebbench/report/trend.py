@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, Value
@@ -18,8 +19,7 @@ from ebbench.records import files
 from ebbench.render import figures, numbers, palette
 from ebbench.render.documents import rendered
 from ebbench.report import page
-from ebbench.report.page_data import Page
-from ebbench.report.page_tables import SearchSection, of_section
+from ebbench.report.page_data import Page, SearchSection, of_section
 
 EXIT_CODES = {"": 0, "worse": 1, "doubt": 5}
 """Of ``--alert``: as those of the gate."""
@@ -32,14 +32,11 @@ def document(all_series: Sequence[Series], last: int | None = None) -> Document:
     """One section per series with a row per point (the ``last`` ones), and a sentence per change and alert."""
     sections = tuple(_section(series, _title(series, all_series), last) for series in all_series)
     notes = [line for series in all_series for line in sentences(series, _title(series, all_series))]
-    return Document("trend", _heading(all_series), sections, (*notes, *_why_apart(all_series)))
-
-
-def _heading(all_series: Sequence[Series]) -> str:
     points = [point for series in all_series for point in series[0].points]
-    first, last = (chosen(points, key=lambda point: point.begun_ns).begun for chosen in (min, max))
+    first, newest = (chosen(points, key=lambda point: point.begun_ns).begun for chosen in (min, max))
     runs = sum(len(point.members) for point in points)
-    return f"Trend of {len(points)} point{'s' * (len(points) != 1)} ({runs} runs), {first} to {last} UTC"
+    heading = f"Trend of {len(points)} point{'s' * (len(points) != 1)} ({runs} runs), {first} to {newest} UTC"
+    return Document("trend", heading, sections, (*notes, *_why_apart(all_series)))
 
 
 def _title(series: Series, all_series: Sequence[Series]) -> str:
@@ -74,9 +71,11 @@ def _why_apart(all_series: Sequence[Series]) -> list[str]:
 def _section(series: Series, title: str, last: int | None) -> Section:
     points = series[0].points
     shown = range(max(0, len(points) - last) if last else 0, len(points))
+    days = [points[place].begun[:10] for place in shown]  # or the minutes, where several points are of one day
+    begun: list[Value] = [*days] if len(set(days)) == len(days) else [points[place].begun for place in shown]
     cells: list[tuple[Column, list[Value]]] = [
         (Column("point", "label", right=True), [str(place + 1) for place in shown]),
-        (Column("begun (UTC)", "label"), _dates([points[place] for place in shown])),
+        (Column("begun (UTC)", "label"), begun),
         (Column("commit", "label"), [points[place].commit[:_COMMIT] for place in shown]),
         (Column("label", "label"), [points[place].label for place in shown]),
         (Column("runs"), [len(points[place].members) for place in shown]),
@@ -85,14 +84,12 @@ def _section(series: Series, title: str, last: int | None) -> Section:
         cells += _figure_columns(trend, shown)
     cells = [(column, values) for column, values in cells if any(value not in ("", None) for value in values)]
     rows = tuple(zip(*(values for _, values in cells), strict=True))
-    faulty = {place - shown.start for figure_trend in series for place in _worse(figure_trend) if place in shown}
-    return Section(title, tuple(column for column, _ in cells), rows, faulty=frozenset(faulty))
-
-
-def _dates(points: Sequence[Point]) -> list[Value]:
-    """The days, or the minutes where several points are of one day."""
-    days = [point.begun[:10] for point in points]
-    return list(days) if len(set(days)) == len(days) else [point.begun for point in points]
+    # What stands out: changes for the worse, and a last point that is worse.
+    worse = {change.place for trend in series for change in trend.changes if change.direction == "worse"}
+    if any(trend.newest is not None and trend.newest.outcome == "fail" for trend in series):
+        worse.add(len(points) - 1)
+    faulty = frozenset(place - shown.start for place in worse if place in shown)
+    return Section(title, tuple(column for column, _ in cells), rows, faulty=faulty)
 
 
 def _figure_columns(trend: Trend, shown: range) -> list[tuple[Column, list[Value]]]:
@@ -106,13 +103,6 @@ def _figure_columns(trend: Trend, shown: range) -> list[tuple[Column, list[Value
         (Column("change", "label", name, right=True, key=f"{trend.figure}_change"),
          [changes.get(place, "") for place in shown]),
     ]  # fmt: skip
-
-
-def _worse(trend: Trend) -> list[int]:
-    """Places of the table that stand out: changes for the worse, and a last point that is worse."""
-    places = [change.place for change in trend.changes if change.direction == "worse"]
-    newest = trend.newest is not None and trend.newest.outcome == "fail"
-    return places + ([len(trend.points) - 1] if newest else [])
 
 
 def _interval(figure: str, value: PairedInterval | None) -> str:
@@ -253,7 +243,7 @@ def _levels(trend: Trend) -> list[dict[str, Any]]:
     for part, (begin, end) in enumerate(itertools.pairwise(edges)):
         known = [value.mean for value in trend.values[begin:end] if value is not None]
         if known:
-            mean = math.exp(math.fsum(map(math.log, known)) / len(known))
+            mean = geometric_mean(known)
             rows += [{"part": part, "place": place, "value": mean} for place in (begin + 0.6, end + 0.4)]
     return rows
 
@@ -265,7 +255,7 @@ def save_chart(all_series: Sequence[Series], path: Path) -> None:
     figures.save(alt.vconcat(*rows), path.with_suffix(""), [path.suffix[1:]])
 
 
-def trend_page(all_series: Sequence[Series], title: str = "") -> Page:
+def trend_page(all_series: Sequence[Series]) -> Page:
     """The HTML page: the same tables, sentences and panels."""
     shown = document(all_series)
     sections = []
@@ -277,7 +267,7 @@ def trend_page(all_series: Sequence[Series], title: str = "") -> Page:
         sections.append(SearchSection(type(table)(table.title, tuple(grouped), table.rows, table.note), lines, picture))
     alert = {"worse": "Worse.", "doubt": "Perhaps worse.", "": "No alert."}[worst_alert(all_series)]
     return Page(
-        title=title or "Trend", subtitle=(shown.title,), verdicts=(("", (alert,), False),),
+        title="Trend", subtitle=(shown.title,), verdicts=(("", (alert,), False),),
         warnings=tuple(_why_apart(all_series)),
         tables=(), explanations=(), environment=(), labels=(), policies=(), cases=(), shared={}, runs=(),
         searches=tuple(sections),

@@ -45,7 +45,7 @@ from ebbench.spec.commands import DEFAULTS
 from ebbench.spec.run import RunSpec, known_settings, make_spec
 from ebbench.spec.server import VIRTUAL_TIME, is_server
 from ebbench.workloads import planner
-from ebbench.workloads.options import PlanOptions, has_priorities
+from ebbench.workloads.options import PlanOptions, is_mixture
 from ebbench.workloads.planner import make_plan
 from vllm_eb.policy import PolicySpec, UnknownPolicyError, descriptions, parse_policy, settings_of
 
@@ -229,7 +229,7 @@ class Series:
         if plan.keep_text and engine.name in VIRTUAL_TIME:
             raise UsageError(f"--keep-text sends a log's prompts to a server; {engine.name} reads none, leave it out")
         if not is_server(self.spec.engine):
-            refuse_priorities(has_priorities(plan), self.spec.server)
+            refuse_priorities(_has_priorities(plan), self.spec.server)
         if plan.cache_hit_rate is not None and not self.spec.server.enable_prefix_caching:
             raise UsageError("--cache-hit-rate needs the prefix cache; leave out --no-prefix-caching")
 
@@ -397,3 +397,13 @@ def _refuse_for_simulator(engine: str, settings: Mapping[str, Any]) -> None:
     known = known_settings()
     if given := [name for name in settings if known[name].part == "client"]:
         client_options(select_engine(engine)[0], given)
+
+
+def _has_priorities(options: PlanOptions) -> bool:
+    """Whether classes have priorities, from the options or from a mixture's file."""
+    if options.priorities is not None or not is_mixture(options.workload):
+        return options.priorities is not None
+    from ebbench.workloads.mixture import read_mixture
+
+    mixture = read_mixture(options.workload)
+    return mixture is not None and any(request_class.priority is not None for request_class in mixture.classes)

@@ -36,7 +36,7 @@ from ebbench.runs.pool import InProcess, Outcome, Pool, make_pool
 from ebbench.runs.prepare import device_of, plan_of
 from ebbench.spec.run import RunSpec, stored_form
 from ebbench.spec.server import is_server
-from ebbench.workloads import load_scenario
+from ebbench.traffic.spec import load_scenario
 from ebbench.workloads.mixture import check_workload
 
 CELL, UNFINISHED = "cell.json", "unfinished"

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ebbench.records.plan import CHUNK_TOKENS, Plan, block_tokens
+from ebbench.records import CHUNK_TOKENS
+from ebbench.records.plan import Plan, block_tokens
 from ebbench.records.warnings import RunWarning, warning
 from ebbench.simulation.engine import EngineLoop, OnPass, Unit
 from ebbench.simulation.front_end import FrontEnd, QueueLimits

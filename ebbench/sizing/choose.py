@@ -45,12 +45,12 @@ class Costed:
     @property
     def ttft_ms(self) -> float:
         """Median TTFT at the rate; infinite where it is unknown."""
-        return _value_or(self.stress.ttft_ms if self.stress else self._reading_of("ttft_ms"), math.inf)
+        return self._latency_ms("ttft_ms")
 
     @property
     def tpot_ms(self) -> float:
         """Median TPOT at the rate; infinite where it is unknown."""
-        return _value_or(self.stress.tpot_ms if self.stress else self._reading_of("tpot_ms"), math.inf)
+        return self._latency_ms("tpot_ms")
 
     @property
     def tokens_per_s_per_user(self) -> float:
@@ -64,9 +64,9 @@ class Costed:
         total = self.deployment.replicas * reading.output_tokens_per_s if reading else 0.0
         return total / self.deployment.gpus if self.deployment.gpus else 0.0
 
-    def _reading_of(self, name: str) -> float | None:
-        value: float | None = getattr(self.deployment.reading, name, None)
-        return value
+    def _latency_ms(self, name: str) -> float:
+        value: float | None = getattr(self.stress or self.deployment.reading, name, None)
+        return math.inf if value is None else value
 
 
 @dataclass(frozen=True)
@@ -220,10 +220,6 @@ def _resized(costed: Costed, replicas: int, simulated: Stress, prices: Mapping[s
     )
     deployment = replace(before, replicas=replicas, reading=reading)
     return Costed(deployment, replicas * _unit(before.candidate, prices), simulated)
-
-
-def _value_or(value: float | None, otherwise: float) -> float:
-    return otherwise if value is None else value
 
 
 def _unit(candidate: Candidate, prices: Mapping[str, float]) -> float:

@@ -46,7 +46,7 @@ def fit_crossing(requirement: Requirement, index: int, probes: Sequence[Probe], 
         fit = _fit(near, index)
         if fit is None or fit.slope > _FLATTEST:
             return None
-        moved = (_logit(requirement.share) - fit.level) / fit.slope + fit.centre
+        moved = (math.log(requirement.share / (1 - requirement.share)) - fit.level) / fit.slope + fit.centre
         if abs(moved - centre) < 1e-4:
             break
         centre = min(max(moved, centre - _NEAR), centre + _NEAR)
@@ -145,10 +145,6 @@ def _merge_batches(batches: Sequence[tuple[int, int]], merged: int) -> list[tupl
     """Sums of ``merged`` neighbouring batches each."""
     parts = [batches[first : first + merged] for first in range(0, len(batches), merged)]
     return [(sum(met for met, _ in part), sum(counted for _, counted in part)) for part in parts]
-
-
-def _logit(share: float) -> float:
-    return math.log(share / (1 - share))
 
 
 # Types of a capacity search: its requirements, the counts of one probe, and the estimated capacity.

@@ -22,7 +22,6 @@ from ebbench.sizing.deployments import (
     Candidate,
     Level,
     PlanTask,
-    Stress,
     caveats,
 )
 from ebbench.spec.server import ENGINE_ALONE, EngineOptions
@@ -204,7 +203,8 @@ def _efficiency(choice: DeploymentChoice, task: PlanTask, prices: Mapping[str, f
 
 
 def _per_thousand(costed: Costed, task: PlanTask) -> float:
-    return 1000 * costed.cost / 3600 / _requests_per_s(costed, task)
+    reading = costed.deployment.reading
+    return 1000 * costed.cost / 3600 / (task.rate * (reading.requests_per_session if reading else 1.0))
 
 
 def _measured(costed: Costed) -> tuple[str, ...]:
@@ -322,11 +322,6 @@ def _caveats_of(costed: Costed, task: PlanTask) -> tuple[RunWarning, ...]:
     return caveats(task.on(costed.deployment.candidate), costed.deployment, costed.stress)
 
 
-def _requests_per_s(costed: Costed, task: PlanTask) -> float:
-    reading = costed.deployment.reading
-    return task.rate * (reading.requests_per_session if reading else 1.0)
-
-
 def _per_million(costed: Costed, prices: Mapping[str, float]) -> float | None:
     tokens = costed.tokens_per_s_per_gpu * costed.deployment.gpus
     return costed.cost / 3600 / tokens * 1e6 if prices and tokens else None
@@ -363,10 +358,6 @@ def as_dict(
     }
 
 
-def _with_headroom(stress: Stress, task: PlanTask) -> dict[str, Any]:
-    return vars(stress.with_headroom) | {"headroom": _headroom(task)}
-
-
 def _deployment(costed: Costed, task: PlanTask, prices: Mapping[str, float]) -> dict[str, Any]:
     reading, stress = costed.deployment.reading, costed.stress
     return {
@@ -383,7 +374,7 @@ def _deployment(costed: Costed, task: PlanTask, prices: Mapping[str, float]) -> 
         "tokens_per_s_per_gpu": costed.tokens_per_s_per_gpu,
         "attainment": reading.attainment if reading else None,
         "whole": vars(stress.at_rate) if stress else None,
-        "whole_with_headroom": _with_headroom(stress, task) if stress else None,
+        "whole_with_headroom": (vars(stress.with_headroom) | {"headroom": _headroom(task)}) if stress else None,
         "whole_with_replicas_lost": vars(stress.lost) | {"lost": max(1, task.spare)}
         if stress and stress.lost
         else None,

@@ -271,15 +271,6 @@ Process = Literal["poisson", "gamma", "constant"]
 Floats = npt.NDArray[np.float64]
 
 
-def unit_gaps(process: Process, burstiness: float, rng: np.random.Generator, n: int) -> Floats:
-    """``n`` gaps with mean one. ``burstiness``: shape of the gamma distribution; 1 is Poisson, below 1 is burstier."""
-    if process == "constant":
-        return np.ones(n)
-    if process == "poisson":
-        return rng.exponential(1.0, size=n)
-    return rng.gamma(burstiness, 1.0 / burstiness, size=n)
-
-
 @dataclass(frozen=True)
 class Curve:
     """Relative rate over time, repeated every ``period_s``, scaled to a mean of one per period.
@@ -300,7 +291,12 @@ class Curve:
         rest = operational - turns * self.period_s
         piece = np.clip(np.searchsorted(area, rest, side="right") - 1, 0, len(area) - 2)
         within = rest - area[piece]
-        seconds: Floats = turns * self.period_s + time[piece] + self._inverse(piece, within)
+        starts, ends, lengths = self._scaled()
+        a, b = starts[piece], ends[piece]
+        root = np.sqrt(np.maximum(0.0, a * a + 2 * (b - a) / lengths[piece] * within))
+        denominator = a + root  # the form without cancellation: 2 * area / (a + sqrt(...))
+        out: Floats = np.divide(2 * within, denominator, out=np.zeros_like(within), where=denominator > 0)
+        seconds: Floats = turns * self.period_s + time[piece] + out
         return seconds
 
     def _scaled(self) -> tuple[Floats, Floats, Floats]:
@@ -327,15 +323,6 @@ class Curve:
         time = np.arange(len(area)).astype(np.float64) * lengths[0]
         return time, area
 
-    def _inverse(self, piece: npt.NDArray[np.intp], within: Floats) -> Floats:
-        """Time into a piece at which its area reaches ``within``: root of ``a t + (b-a) t^2/(2 w) = within``."""
-        starts, ends, lengths = self._scaled()
-        a, b = starts[piece], ends[piece]
-        root = np.sqrt(np.maximum(0.0, a * a + 2 * (b - a) / lengths[piece] * within))
-        denominator = a + root  # the form without cancellation: 2 * area / (a + sqrt(...))
-        out: Floats = np.divide(2 * within, denominator, out=np.zeros_like(within), where=denominator > 0)
-        return out
-
 
 def arrival_times(
     process: Process,
@@ -361,7 +348,12 @@ def arrival_times(
         per_step = rate_per_s * curve.period_s / len(curve.levels)
         stepped = stepped_gaps(gaps, curve.widths, roots, centres, per_step, n, rng)
         return curve.seconds(np.cumsum(stepped) / rate_per_s)
-    drawn = unit_gaps(process, burstiness, rng, n)
+    if process == "constant":
+        drawn = np.ones(n)
+    elif process == "poisson":
+        drawn = rng.exponential(1.0, size=n)
+    else:
+        drawn = rng.gamma(burstiness, 1.0 / burstiness, size=n)
     if gaps:
         drawn = gaps_at((rng.permutation(n) + 0.5) / max(n, 1), gaps)
     if even and n:

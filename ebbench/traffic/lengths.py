@@ -44,15 +44,11 @@ def fit_censored(family: CensoredFamily, mean: float, std: float, cap: float) ->
     for _ in range(_MAX_STEPS):
         if np.max(np.abs(error) / target) < 1e-6:
             return float(math.exp(x[0])), float(math.exp(x[1]))
-        x, error = _damped(miss, x, error, _newton_step(miss, x, error))
+        h = 1e-5
+        jacobian = np.column_stack([(miss(x + h * unit) - error) / h for unit in np.eye(2)])
+        step: Vector = np.asarray(np.linalg.lstsq(jacobian, -error, rcond=None)[0], np.float64)
+        x, error = _damped(miss, x, error, step)
     raise UsageError(f"no {family} cut at {cap:g} tokens has mean {mean:g} and std {std:g}; check the TOML file")
-
-
-def _newton_step(miss: Callable[[Vector], Vector], x: Vector, error: Vector) -> Vector:
-    h = 1e-5
-    jacobian = np.column_stack([(miss(x + h * unit) - error) / h for unit in np.eye(2)])
-    step: Vector = np.asarray(np.linalg.lstsq(jacobian, -error, rcond=None)[0], np.float64)
-    return step
 
 
 def _damped(miss: Callable[[Vector], Vector], x: Vector, error: Vector, step: Vector) -> tuple[Vector, Vector]:
@@ -117,9 +113,25 @@ class LengthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     statistics: Literal["raw", "censored"] = "raw"
 
     def __post_init__(self) -> None:
-        problem = _problem(self)
-        if problem:
-            raise ValueError(problem)
+        idle = given_keys(self, (key for key in _OPTIONAL if key not in _USES[self.family]))
+        if idle:
+            takes = ", ".join(("mean", *_USES[self.family], "max"))
+            raise ValueError(f"{idle[0]} has no effect in family '{self.family}', which uses {takes}; leave it out")
+        if self.statistics == "censored" and self.max is None:
+            raise ValueError("statistics 'censored' needs max, where lengths are cut")
+        if not 1 <= self.mean <= LONGEST:
+            raise ValueError(f"mean must be at least 1 token and at most {LONGEST:,}, not {self.mean:g}")
+        if self.family == "gamma" and (self.std is None) == (self.shape is None):
+            raise ValueError("a gamma distribution needs either std or shape")
+        if self.family == "lognormal" and self.std is None:
+            raise ValueError("a lognormal distribution needs std")
+        if not 0 <= self.spread < 1:
+            raise ValueError(f"spread must lie in [0, 1), not {self.spread:g}")
+        if not 0 <= self.offset < self.mean:
+            raise ValueError(f"offset must lie in [0, mean), not {self.offset}")
+        for name in ("std", "shape", "max"):
+            if problem := not_positive(name, getattr(self, name)):
+                raise ValueError(problem)
 
     def draw(self, rng: np.random.Generator, n: int) -> Lengths:
         """Draw ``n`` lengths in tokens; shape (n,)."""
@@ -146,29 +158,6 @@ _USES: dict[Family, tuple[str, ...]] = {
 _OPTIONAL = ("std", "shape", "spread", "offset", "statistics")
 
 
-def _problem(spec: LengthSpec) -> str:
-    idle = given_keys(spec, (key for key in _OPTIONAL if key not in _USES[spec.family]))
-    if idle:
-        takes = ", ".join(("mean", *_USES[spec.family], "max"))
-        return f"{idle[0]} has no effect in family '{spec.family}', which uses {takes}; leave it out"
-    if spec.statistics == "censored" and spec.max is None:
-        return "statistics 'censored' needs max, where lengths are cut"
-    if not 1 <= spec.mean <= LONGEST:
-        return f"mean must be at least 1 token and at most {LONGEST:,}, not {spec.mean:g}"
-    if spec.family == "gamma" and (spec.std is None) == (spec.shape is None):
-        return "a gamma distribution needs either std or shape"
-    if spec.family == "lognormal" and spec.std is None:
-        return "a lognormal distribution needs std"
-    if not 0 <= spec.spread < 1:
-        return f"spread must lie in [0, 1), not {spec.spread:g}"
-    if not 0 <= spec.offset < spec.mean:
-        return f"offset must lie in [0, mean), not {spec.offset}"
-    for name in ("std", "shape", "max"):
-        if problem := not_positive(name, getattr(spec, name)):
-            return problem
-    return ""
-
-
 def _parameters(spec: LengthSpec) -> tuple[float, float]:
     """Mean and standard deviation of the family itself, without offset and before censoring."""
     mean = spec.mean - spec.offset
@@ -185,10 +174,6 @@ def _uniform(spec: LengthSpec, rng: np.random.Generator, n: int) -> npt.NDArray[
     return rng.integers(round(middle - half), round(middle + half), size=n, endpoint=True).astype(np.float64)
 
 
-def _geometric(spec: LengthSpec, rng: np.random.Generator, n: int) -> npt.NDArray[np.float64]:
-    return rng.geometric(1.0 / max(1.0, spec.mean - spec.offset), size=n).astype(np.float64)
-
-
 def _gamma(spec: LengthSpec, rng: np.random.Generator, n: int) -> npt.NDArray[np.float64]:
     mean, std = _parameters(spec)
     shape = (mean / std) ** 2
@@ -201,16 +186,12 @@ def _lognormal(spec: LengthSpec, rng: np.random.Generator, n: int) -> npt.NDArra
     return rng.lognormal(np.log(mean) - variance / 2, np.sqrt(variance), size=n)
 
 
-def _fixed(spec: LengthSpec, rng: np.random.Generator, n: int) -> npt.NDArray[np.float64]:
-    return np.full(n, spec.mean - spec.offset)
-
-
-_DRAW = {
+_DRAW: dict[Family, Callable[[LengthSpec, np.random.Generator, int], Vector]] = {
     "uniform": _uniform,
-    "geometric": _geometric,
+    "geometric": lambda spec, rng, n: rng.geometric(1.0 / max(1.0, spec.mean - spec.offset), size=n).astype(np.float64),
     "gamma": _gamma,
     "lognormal": _lognormal,
-    "fixed": _fixed,
+    "fixed": lambda spec, rng, n: np.full(n, spec.mean - spec.offset),
 }
 
 

@@ -119,42 +119,40 @@ class ScenarioSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     topology: TopologySpec | str | None = None
 
     def __post_init__(self) -> None:
-        problem = _problem(self)
-        if problem:
-            raise ValueError(problem)
+        if self.loop == "trace":
+            _refuse(["a trace scenario has [replay] and no phases" if self.phases else ""])
+            return
+        if not self.phases:
+            raise ValueError("needs at least one [[phases]] table")
+        if self.replay is not None:
+            raise ValueError("[replay] belongs to loop = 'trace'")
+        if self.loop == "closed" and self.max_concurrency is not None:
+            raise ValueError("the phases of a closed loop set max_concurrency")
+        if not self.own_lengths and any(phase.input is not None for phase in self.phases):
+            raise ValueError("either all phases bring their own input and output lengths, or none does")
+        for phase in self.phases:
+            _refuse([self._problem_of(phase)])
 
     @property
     def own_lengths(self) -> bool:
         """Whether every phase has its own lengths, so that the workload's are not used."""
         return bool(self.phases) and all(phase.input is not None for phase in self.phases)
 
-
-def _problem(spec: ScenarioSpec) -> str:
-    if spec.loop == "trace":
-        return "a trace scenario has [replay] and no phases" if spec.phases else ""
-    if not spec.phases:
-        return "needs at least one [[phases]] table"
-    if spec.replay is not None:
-        return "[replay] belongs to loop = 'trace'"
-    if spec.loop == "closed" and spec.max_concurrency is not None:
-        return "the phases of a closed loop set max_concurrency"
-    if not spec.own_lengths and any(phase.input is not None for phase in spec.phases):
-        return "either all phases bring their own input and output lengths, or none does"
-    for phase in spec.phases:
+    def _problem_of(self, phase: Phase) -> str:
         label = f"phase {phase.name!r}"
-        if len(spec.phases) > 1 and phase.requests is None and phase.duration_s is None:
+        if len(self.phases) > 1 and phase.requests is None and phase.duration_s is None:
             return f"{label} needs requests or duration_s, since there is more than one phase"
-        if spec.loop == "closed" and (phase.max_concurrency is None or phase.process or phase.duration_s):
+        if self.loop == "closed" and (phase.max_concurrency is None or phase.process or phase.duration_s):
             return f"{label} of a closed loop needs max_concurrency, and neither process nor duration_s"
-        if spec.loop == "open" and (phase.process is None or phase.max_concurrency):
+        if self.loop == "open" and (phase.process is None or phase.max_concurrency):
             return f"{label} of an open loop needs process; its cap is the scenario's max_concurrency"
-        if spec.loop == "closed" and (
+        if self.loop == "closed" and (
             idle := given_keys(phase, ("rate", "share", "level", "burstiness", "curve", "tick_s"))
         ):
             return f"{label} of a closed loop has no {idle[0]}: a request is sent when one ends; leave it out"
         if phase.process != "gamma" and given_keys(phase, ("burstiness",)):
             return f"{label}: burstiness shapes gamma gaps; write process = 'gamma', or leave it out"
-    return ""
+        return ""
 
 
 def _refuse(problems: Iterable[str]) -> None:
@@ -268,7 +266,15 @@ def _closed(spec: ScenarioSpec, load: Load, total: int | None, default_total: in
 
 
 def _open(spec: ScenarioSpec, load: Load, total: int | None, default_total: int, seed: int) -> Schedule:
-    phases = _lasting(_with_burstiness(spec, load.burstiness), load.duration_s, total)
+    phases = spec.phases
+    if load.burstiness is not None:
+        if not any(phase.process == "gamma" for phase in phases):
+            raise UsageError(f"scenario {spec.name!r} has no gamma gaps to make bursty; use --scenario gamma")
+        bursty = {"burstiness": load.burstiness, "gaps": (), "roots": (), "centres": ()}
+        phases = tuple(msgspec.structs.replace(phase, **bursty) for phase in phases)
+    if load.duration_s is not None and total is None and len(phases) == 1 and phases[0].duration_s is None:
+        # A single phase without duration has as many sessions as arrive in that time.
+        phases = (msgspec.structs.replace(phases[0], duration_s=load.duration_s, requests=None),)
     timed = any(phase.duration_s is not None for phase in phases)
     sizes = _sizes(phases, None if timed else total, default_total)
     start, pieces = 0.0, list[Floats]()
@@ -283,30 +289,8 @@ def _open(spec: ScenarioSpec, load: Load, total: int | None, default_total: int,
     if not len(arrival_s):
         raise UsageError(f"no session arrives in {start:g} s at this rate; raise --request-rate or duration_s")
     names = tuple(phase.name for phase in spec.phases)
-    return Schedule(names, _cut([len(piece) for piece in pieces], len(arrival_s)), arrival_s=arrival_s)
-
-
-def _lasting(phases: tuple[Phase, ...], duration_s: float | None, total: int | None) -> tuple[Phase, ...]:
-    """A single phase without duration gets ``duration_s``, and as many sessions as arrive in that time."""
-    if duration_s is None or total is not None or len(phases) > 1 or phases[0].duration_s is not None:
-        return phases
-    return (msgspec.structs.replace(phases[0], duration_s=duration_s, requests=None),)
-
-
-def _with_burstiness(spec: ScenarioSpec, burstiness: float | None) -> tuple[Phase, ...]:
-    if burstiness is None:
-        return spec.phases
-    if not any(phase.process == "gamma" for phase in spec.phases):
-        raise UsageError(f"scenario {spec.name!r} has no gamma gaps to make bursty; use --scenario gamma")
-    return tuple(
-        msgspec.structs.replace(phase, burstiness=burstiness, gaps=(), roots=(), centres=()) for phase in spec.phases
-    )
-
-
-def _cut(sizes: Sequence[int], total: int) -> tuple[int, ...]:
-    """Phase sizes after keeping the first ``total`` sessions."""
-    ends = np.minimum(np.cumsum(sizes), total)
-    return tuple(int(size) for size in np.diff(ends, prepend=0))
+    ends = np.minimum(np.cumsum([len(piece) for piece in pieces]), len(arrival_s))
+    return Schedule(names, tuple(int(size) for size in np.diff(ends, prepend=0)), arrival_s=arrival_s)
 
 
 def _phase_times(
@@ -316,12 +300,7 @@ def _phase_times(
     if phase.duration_s is None:
         times = _draw(phase, rate, size, size / rate, rng)
         return start_s + times, start_s + (float(times[-1]) if size else 0.0)
-    times = _draw(phase, rate, _arrivals_to_draw(phase, rate * phase.duration_s, wanted), phase.duration_s, rng)
-    return start_s + times[times < phase.duration_s], start_s + phase.duration_s
-
-
-def _arrivals_to_draw(phase: Phase, expected: float, wanted: int | None) -> int:
-    """Number of arrivals to draw for a phase of fixed duration; they are then cut at its end."""
+    expected = rate * phase.duration_s
     # Ten standard deviations above the expected number, enough for any practical burstiness.
     enough = expected + 10 * np.sqrt(expected / min(1.0, phase.burstiness)) + 10
     if wanted is None and enough > MOST_SESSIONS:
@@ -329,7 +308,8 @@ def _arrivals_to_draw(phase: Phase, expected: float, wanted: int | None) -> int:
             f"phase {phase.name!r} would have about {expected:,.3g} arrivals, more than {MOST_SESSIONS:,}; "
             "give --num-prompts, or a lower rate"
         )
-    return int(enough if wanted is None else min(enough, wanted))
+    times = _draw(phase, rate, int(enough if wanted is None else min(enough, wanted)), phase.duration_s, rng)
+    return start_s + times[times < phase.duration_s], start_s + phase.duration_s
 
 
 def _draw(phase: Phase, rate: float, size: int, length_s: float, rng: np.random.Generator) -> Floats:
@@ -365,12 +345,9 @@ def under(spec: ScenarioSpec, load: Load, total: int | None, seed: int) -> Scena
         ]
     if total is not None:
         sizes = make_schedule(spec, load, total, total, seed).sizes
-        phases = [_sized(phase, size) for phase, size in zip(phases, sizes, strict=True) if size]
+        sized = [(phase, size) for phase, size in zip(phases, sizes, strict=True) if size]
+        phases = [p if p.duration_s is not None else msgspec.structs.replace(p, requests=size) for p, size in sized]
     return msgspec.structs.replace(spec, phases=tuple(phases))
-
-
-def _sized(phase: Phase, size: int) -> Phase:
-    return phase if phase.duration_s is not None else msgspec.structs.replace(phase, requests=size)
 
 
 def phase_rate(spec: ScenarioSpec, phase: Phase, load: Load) -> float:

@@ -132,36 +132,20 @@ def judge(observations: Sequence[Observation], baseline: str) -> Judgement:
 
 
 def _errors(observations: Sequence[Observation], metric: str) -> list[Error]:
-    logs: dict[tuple[str, int], dict[int, float]] = {}
-    pairs: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    pairs: dict[tuple[str, int], dict[int, tuple[float, float]]] = {}
     for observation in observations:
         predicted, measured = observation.predicted.get(metric), observation.measured.get(metric)
         if predicted and measured:
-            logs.setdefault((observation.policy, observation.load), {})[observation.round] = math.log(
-                predicted / measured
-            )
-            pairs.setdefault((observation.policy, observation.load), []).append((predicted, measured))
-    groups = [list(by_round.values()) for by_round in logs.values()]
+            pairs.setdefault((observation.policy, observation.load), {})[observation.round] = (predicted, measured)
+    logs = [{number: math.log(ours / real) for number, (ours, real) in rounds.items()} for rounds in pairs.values()]
+    groups = [list(by_round.values()) for by_round in logs]
     typical, sigmas = noise_between_rounds(groups)
-    t = interval_factor(error_freedom(list(logs.values())))
+    t = interval_factor(error_freedom(logs))
     errors = []
-    for (policy, load), values, sigma in zip(logs, groups, sigmas, strict=True):
-        measured_values = [measured for _, measured in pairs[policy, load]]
-        errors.append(
-            Error(
-                policy,
-                load,
-                metric,
-                len(values),
-                mean(predicted for predicted, _ in pairs[policy, load]),
-                mean(measured_values),
-                min(measured_values),
-                max(measured_values),
-                math.expm1(mean(values)),
-                t * sigma / math.sqrt(len(values)),
-                typical,
-            )
-        )
+    for ((policy, load), rounds), values, sigma in zip(pairs.items(), groups, sigmas, strict=True):
+        expected, observed = zip(*rounds.values(), strict=True)
+        figures = len(values), mean(expected), mean(observed), min(observed), max(observed), math.expm1(mean(values))
+        errors.append(Error(policy, load, metric, *figures, t * sigma / math.sqrt(len(values)), typical))
     return errors
 
 

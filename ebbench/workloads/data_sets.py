@@ -8,6 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from pathlib import Path
@@ -199,7 +200,18 @@ def _admit(
     sample: _Sample, batch: list[Conversation], rules: Records, counter: TokenCounter, rng: np.random.Generator
 ) -> None:
     if rules.input_max is not None:
-        batch = _cut_contexts(batch, rules, counter, rng)
+        # Join context and question so that the prompt's length is uniformly distributed between the rules' bounds.
+        lowest, highest = rules.input_min or 1, rules.input_max or 1
+        targets = rng.integers(lowest, highest, size=len(batch), endpoint=True)
+        tails = [_BREAK + talk[0].message for talk in batch]
+        tail_tokens = counter.count(tails)
+        whole = counter.count([talk[0].context for talk in batch]) + tail_tokens
+        # Which records are kept is independent of the target length, so that the seed does not select them.
+        batch = [
+            [talk[0]._replace(message=counter.cut(talk[0].context, int(target - tail_size)) + tail, context="")]
+            for talk, tail, tail_size, target, size in zip(batch, tails, tail_tokens, targets, whole, strict=True)
+            if size >= lowest > tail_size
+        ]
     messages = [text for talk in batch for text in _messages(talk)]
     answers = [exchange.answer for talk in batch for exchange in talk]
     rounds = np.fromiter((len(talk) for talk in batch), np.int64, len(batch))
@@ -225,22 +237,6 @@ def _messages(talk: Conversation) -> Iterator[str]:
         return
     for turn, exchange in enumerate(talk):
         yield (_BREAK if turn else "") + exchange.message + _BREAK
-
-
-def _cut_contexts(
-    batch: list[Conversation], rules: Records, counter: TokenCounter, rng: np.random.Generator
-) -> list[Conversation]:
-    """Join context and question so that the prompt's length is uniformly distributed between the rules' bounds."""
-    lowest, highest = rules.input_min or 1, rules.input_max or 1
-    targets = rng.integers(lowest, highest, size=len(batch), endpoint=True)
-    tails = [_BREAK + talk[0].message for talk in batch]
-    tail_tokens = counter.count(tails)
-    whole = counter.count([talk[0].context for talk in batch]) + tail_tokens
-    return [
-        [talk[0]._replace(message=counter.cut(talk[0].context, int(target - tail_size)) + tail, context="")]
-        for talk, tail, tail_size, target, size in zip(batch, tails, tail_tokens, targets, whole, strict=True)
-        if size >= lowest > tail_size  # independent of the target length, so that the seed does not select the records
-    ]
 
 
 def _histories(sample: _Sample, output_tokens: Int32s, counter: TokenCounter) -> list[str]:
@@ -372,12 +368,6 @@ class Cache:
         return path
 
 
-def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """``$XDG_CACHE_HOME/ebbench/datasets``, by default under ``~/.cache``."""
-    base = environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "ebbench" / "datasets"
-
-
 def from_file(workload: WorkloadSpec, path: Path, selection: Selection) -> Requests:
     """Requests from the records of a file. Raises InputFileError if none passes the workload's rules."""
     assert workload.records is not None  # checked by _check
@@ -413,7 +403,8 @@ def read_hub(workload: WorkloadSpec, selection: Selection) -> Requests:
     assert workload.records is not None
     # The tokenizer is part of the key: some rules select records by token counts.
     key = f"{msgspec.json.encode(workload.records).decode()}|{selection.tokenizer}"
-    cache = Cache(cache_folder(), key, workload.hub)
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = Cache(base / "ebbench" / "datasets", key, workload.hub)
     kept = cache.find(selection.sessions)
     if kept is not None:
         taken = _select(read_file(kept, ()), str(kept), workload.records, selection)
@@ -422,7 +413,9 @@ def read_hub(workload: WorkloadSpec, selection: Selection) -> Requests:
     if reason is not None:
         raise UnreadableError(reason)
     taken = _stream_hub(workload, selection)
-    _keep(cache, taken, selection)
+    complete = taken.requests.sessions < selection.sessions
+    with suppress(OSError):  # a cache that cannot be written only costs time later
+        cache.keep(taken.records, None if complete else selection.sessions)
     return _described(taken.requests, "hub", f"{workload.hub.dataset}, first records of the hub's files", selection)
 
 
@@ -441,15 +434,6 @@ def _stream_hub(workload: WorkloadSpec, selection: Selection) -> _Taken:
     if not len(taken.requests):
         raise UnreadableError(f"{workload.hub.dataset} holds no record that passes the selection rules")
     return taken
-
-
-def _keep(cache: Cache, taken: _Taken, selection: Selection) -> None:
-    """Cache the selected records. A cache that cannot be written only costs time later."""
-    complete = taken.requests.sessions < selection.sessions
-    try:
-        cache.keep(taken.records, None if complete else selection.sessions)
-    except OSError:
-        return
 
 
 @dataclass

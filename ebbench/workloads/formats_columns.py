@@ -34,18 +34,20 @@ from ebbench.workloads.recorded import (
     ReadOptions,
     Recorded,
     Rows,
+    Stamp,
     TraceFormat,
     answer_text,
     brings_results,
     calls_tools,
     joined_text,
+    parse_stamp,
     read_class,
+    read_stamp,
     read_steps,
     read_tokens,
     read_turn,
     unusable,
 )
-from ebbench.workloads.trace_times import Stamp, parse_stamp, read_stamp
 
 # Hints for error messages: which columns of a log look like those that were not found.
 

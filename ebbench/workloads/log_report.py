@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 
 from ebbench.errors import UsageError
-from ebbench.records.plan import CHUNK_TOKENS
+from ebbench.records import CHUNK_TOKENS
 from ebbench.traffic.arrivals import dispersion
 from ebbench.traffic.spec import Load, make_schedule
 from ebbench.workloads.log_columns import keeps_failed
 from ebbench.workloads.options import is_mixture, recorded_file
+from ebbench.workloads.recorded import short_number
 from ebbench.workloads.requests import Floats, Requests
 from ebbench.workloads.shared_prefix import repeats_in
 from ebbench.workloads.spec import load_workload
 from ebbench.workloads.trace import Trace, read_trace
-from ebbench.workloads.trace_times import short_number
 
 # How the arrivals that a log, or a workload fitted to one, has of its own differ from the Poisson ones of a search.
 

@@ -18,9 +18,8 @@ import pyarrow as pa
 from ebbench.errors import InputFileError
 from ebbench.workloads.files import LogFile
 from ebbench.workloads.options import TIME_UNITS
-from ebbench.workloads.recorded import MOST_CLASSES, Dropped, Reading, Recorded
-from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, ints, strings
-from ebbench.workloads.trace_times import StampColumn, Stamps, TimeReading
+from ebbench.workloads.recorded import MOST_CLASSES, Dropped, Reading, Recorded, StampColumn, Stamps, TimeReading
+from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, int_lists_of, ints, strings
 
 _NO_SESSION, _NO_IDS, _UNKNOWN = -1, -1, float("nan")
 _LARGE_ID = 1 << 40
@@ -169,23 +168,6 @@ class Collected:
         return _padded(self.durations, len(self), _UNKNOWN) if self.durations else None
 
     @property
-    def pause_s(self) -> Floats | None:
-        """Pauses in s that the log states, NaN where it states none; None if it states none at all."""
-        return _padded(self.pauses, len(self), _UNKNOWN) if self.pauses else None
-
-    @property
-    def session_codes(self) -> Int64s:
-        """``session`` with an entry for every row."""
-        codes: Int64s = _padded(self.session, len(self), _NO_SESSION)
-        return codes
-
-    @property
-    def turns(self) -> Floats:
-        """``turn`` with an entry for every row, NaN where unknown."""
-        numbers: Floats = _padded(self.turn, len(self), _UNKNOWN)
-        return numbers
-
-    @property
     def ids_per_row(self) -> Int64s:
         """``hash_counts`` with an entry for every row."""
         counts: Int64s = _padded(self.hash_counts, len(self), _NO_IDS)
@@ -288,18 +270,23 @@ def arranged(rows: Collected, start_s: Floats | None, end_s: Floats | None) -> R
     pause_s, after = None, None
     if rows.sessions and end_s is not None:
         pause_s, after = _waits(session, times[order], end_s[order])
-    if (stated_s := rows.pause_s) is not None:
-        pause_s = stated_s[order]
+    if rows.pauses:  # that the log states
+        pause_s = _padded(rows.pauses, count, _UNKNOWN)[order]
     first = turn == 0
     starts_s = times[order]
     own_times = start_s is not None and rows.sessions and end_s is not None
+    hash_ids = None
+    if rows.hash_counts:
+        counts = rows.ids_per_row
+        lists = int_lists_of(np.asarray(rows.hash_flat, np.int64), np.maximum(counts, 0), counts >= 0)
+        hash_ids = lists.take(ints(order, pa.int64()))
     return Requests(
         session,
         turn,
         inputs,
         outputs,
         prompt=strings_or_null([rows.prompts[row] for row in order]) if rows.prompts else None,
-        hash_ids=_hash_ids(rows, order),
+        hash_ids=hash_ids,
         block_tokens=rows.block_tokens,
         content=_contents(session, turn, inputs, outputs, after) if rows.sessions else None,
         arrival_s=None if start_s is None else starts_s[first],
@@ -336,11 +323,12 @@ def _order(rows: Collected, times: Floats) -> tuple[Int64s, Int64s, Int32s]:
     count = len(rows)
     if not rows.sessions:
         return np.argsort(times, kind="stable"), np.arange(count), np.zeros(count, np.int32)
-    codes = rows.session_codes
+    codes = _padded(rows.session, count, _NO_SESSION)
     alone = codes < 0
     codes = np.where(alone, codes.max() + 1 + np.cumsum(alone), codes)
     place = np.arange(count)
-    by_session = np.lexsort((place, np.nan_to_num(rows.turns), times, codes))
+    turns = np.nan_to_num(_padded(rows.turn, count, _UNKNOWN))
+    by_session = np.lexsort((place, turns, times, codes))
     starts = np.flatnonzero(np.diff(codes[by_session], prepend=-1))
     sizes = np.diff(np.append(starts, count))
     arrival = np.minimum.reduceat(times[by_session], starts)
@@ -436,22 +424,3 @@ def _parallel(first: int, start_s: Floats, end_s: Floats, pause: Floats, after: 
             latest = [max(earlier for _, earlier in ended[bisect_left(ended, (starts[newest], -1)) :])]
         after[first + turn] = None if latest == [turn - 1] else latest
         pause[first + turn] = starts[turn] - ended[-1][0]
-
-
-def _hash_ids(rows: Collected, order: Int64s) -> pa.Array | None:
-    if not rows.hash_counts:
-        return None
-    flat = ints(np.asarray(rows.hash_flat, np.int64), pa.int64())
-    counts = rows.ids_per_row
-    ends = np.concatenate([[0], np.cumsum(np.maximum(counts, 0))])
-    missing = counts < 0
-    lists = pa.Array.from_buffers(
-        pa.list_(pa.int64()),
-        len(rows),
-        [
-            pa.py_buffer(np.packbits(~missing, bitorder="little")) if missing.any() else None,
-            pa.py_buffer(ends.astype(np.int32)),
-        ],
-        children=[flat],
-    )
-    return lists.take(ints(order, pa.int64()))

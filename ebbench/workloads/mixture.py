@@ -308,7 +308,7 @@ def _hash_ids(parts: Sequence[Requests], order: Int64s) -> pa.Array | None:
         sizes.append(ids.value_lengths().fill_null(0).to_numpy(zero_copy_only=False))
         valid.append(~ids.is_null().to_numpy(zero_copy_only=False))
         first += len(names)
-    whole = int_lists_of(np.concatenate(flat), np.concatenate(sizes).tolist(), np.concatenate(valid))
+    whole = int_lists_of(np.concatenate(flat), np.concatenate(sizes), np.concatenate(valid))
     return whole.take(pa.array(order))
 
 

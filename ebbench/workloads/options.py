@@ -86,16 +86,6 @@ def is_mixture(workload: str) -> bool:
     return "classes" in read_toml(path)
 
 
-def has_priorities(options: PlanOptions) -> bool:
-    """Whether classes have priorities, from the options or from a mixture's file."""
-    if options.priorities is not None or not is_mixture(options.workload):
-        return options.priorities is not None
-    from ebbench.workloads.mixture import read_mixture
-
-    mixture = read_mixture(options.workload)
-    return mixture is not None and any(request_class.priority is not None for request_class in mixture.classes)
-
-
 def _short_name(workload: str) -> str:
     return Path(workload.partition(":")[2] or workload).stem
 

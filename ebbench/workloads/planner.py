@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.config.declare import MOST_SECONDS, named_settings, settings_of
-from ebbench.errors import UsageError
+from ebbench.errors import UnknownNameError, UsageError
 from ebbench.records.plan import Plan, with_block_tokens
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.records.warnings import RunWarning, warning
@@ -49,66 +50,32 @@ from ebbench.workloads.sessions import (
     with_sessions,
 )
 from ebbench.workloads.shared_prefix import with_shared_prefixes
-from ebbench.workloads.spec import Profile, Selection, WorkloadSpec, draw_requests, gather, load_workload
-
-# Assembles a plan from requests and a schedule.
+from ebbench.workloads.spec import Profile, Selection, WorkloadSpec, draw_requests, load_workload
 
 
-@dataclass(frozen=True)
-class LengthLimits:
-    """Longest prompt plus output in tokens (None: no limit), and whether longer requests are dropped or refused."""
-
-    max_model_len: int | None = None
-    drop_too_long: bool = False
-
-
-def assemble(
-    requests: Requests, schedule: Schedule, limits: LengthLimits, *, cap: int | None, seed: int, facts: dict[str, Any]
-) -> Plan:
-    """Assign phase and arrival time to each session, apply the length limit and build the table. Raises UsageError."""
-    phase = schedule.phase_of_session
-    arrival_s = schedule.arrival_s
-    requests, kept, warnings = _within(requests, limits)
-    phase = phase[kept]
-    arrival_s = None if arrival_s is None else arrival_s[kept]
-    if arrival_s is not None and arrival_s.size and arrival_s.max() > MOST_SECONDS:
-        years = min(float(arrival_s.max()) / (365 * 86_400), 1e9)
-        faster = "--speed" if facts["loop"] == "trace" else "rate (requests/s)"
-        raise UsageError(f"the last request would come after {years:,.0f} years; give a higher {faster}")
-    sizes = np.bincount(phase, minlength=len(schedule.names))
-    table = _table(requests, schedule.names, phase, arrival_s, seed)
-    phases = closed_phases(schedule, [int(size) for size in sizes]) if arrival_s is None else ()
-    facts = {
-        **facts,
-        "sessions": requests.sessions,
-        "requests": len(requests),
-        "mean_input_tokens": float(np.mean(requests.input_tokens)),
-        "mean_output_tokens": float(np.mean(requests.output_tokens)),
-    }
-    return Plan(table, phases, facts, cap if arrival_s is not None else None, warnings)
-
-
-def _within(requests: Requests, limits: LengthLimits) -> tuple[Requests, Int64s, tuple[RunWarning, ...]]:
-    """Requests within the limit, indices of the sessions kept, and warnings."""
+def _within(
+    requests: Requests, max_model_len: int | None, *, drop_too_long: bool
+) -> tuple[Requests, Int64s, tuple[RunWarning, ...]]:
+    """Requests of at most ``max_model_len`` tokens, indices of the sessions kept, and warnings. Raises UsageError."""
     everything = np.arange(requests.sessions)
-    if limits.max_model_len is None:
+    if max_model_len is None:
         return requests, everything, requests.warnings
     total = requests.input_tokens.astype(np.int64) + requests.output_tokens
-    fits = total <= limits.max_model_len
+    fits = total <= max_model_len
     if fits.all():
         return requests, everything, requests.warnings
     first = int(np.argmin(fits))
     count = int((~fits).sum())
     size = f"{requests.input_tokens[first]} + {requests.output_tokens[first]} tokens"
     name = f"request {_ids(requests)[first].as_py()} ({size})"
-    if not limits.drop_too_long:
+    if not drop_too_long:
         raise UsageError(
-            f"{name} and {count - 1} more of {len(requests)} do not fit max_model_len {limits.max_model_len}; "
+            f"{name} and {count - 1} more of {len(requests)} do not fit max_model_len {max_model_len}; "
             "raise it, or drop them with --drop-too-long"
         )
     if not fits.any():
-        raise UsageError(f"none of the {len(requests)} requests fits max_model_len {limits.max_model_len}; raise it")
-    note = warning("too-long-dropped", dropped=count, requests=len(requests), max_model_len=limits.max_model_len)
+        raise UsageError(f"none of the {len(requests)} requests fits max_model_len {max_model_len}; raise it")
+    note = warning("too-long-dropped", dropped=count, requests=len(requests), max_model_len=max_model_len)
     return requests.keep(fits), np.unique(requests.session[fits]), (*requests.warnings, note)
 
 
@@ -199,14 +166,6 @@ BASE_MODEL = "base"
 """Stands for the model itself among the names of adapters."""
 
 
-def parse_images(text: str) -> ImageSettings:
-    """Parse ``tokens=256,count=2,side=448``. Raises UsageError."""
-    given: dict[str, Any] = named_settings(text, settings_of(ImageSettings), "--images")
-    if "tokens" not in given:
-        raise UsageError("--images needs tokens, what one image is in your model's prompt, as in tokens=256,count=2")
-    return ImageSettings(**given)
-
-
 def parse_adapters(text: str) -> dict[str, float]:
     """Parse ``NAME,NAME=WEIGHT,...`` to weights by name. Raises UsageError."""
     weights: dict[str, float] = {}
@@ -226,8 +185,9 @@ def parse_adapters(text: str) -> dict[str, float]:
     return weights
 
 
-def with_adapters(requests: Requests, adapters: dict[str, float], seed: int) -> Requests:
-    """Give each session one of the adapters, drawn by weight; all its requests use it."""
+def with_adapters(requests: Requests, assignment: str, seed: int) -> Requests:
+    """Give each session one of the adapters, drawn by weight; all its requests use it. Raises UsageError."""
+    adapters = parse_adapters(assignment)
     names, weights = list(adapters), np.array(list(adapters.values()))
     drawn = substream(seed, "attachments/lora").choice(len(names), requests.sessions, p=weights / weights.sum())
     chosen = [None if name == BASE_MODEL else name for name in names]
@@ -236,8 +196,15 @@ def with_adapters(requests: Requests, adapters: dict[str, float], seed: int) -> 
     return replace(requests, lora=lora, facts=facts)
 
 
-def with_images(requests: Requests, images: ImageSettings) -> Requests:
-    """Put the images at the beginning of every prompt; later turns repeat those of their session."""
+def with_images(requests: Requests, text: str) -> Requests:
+    """Put images, as ``tokens=256,count=2,side=448``, at the beginning of every prompt. Raises UsageError.
+
+    Later turns repeat those of their session.
+    """
+    given: dict[str, Any] = named_settings(text, settings_of(ImageSettings), "--images")
+    if "tokens" not in given:
+        raise UsageError("--images needs tokens, what one image is in your model's prompt, as in tokens=256,count=2")
+    images = ImageSettings(**given)
     if requests.hash_ids is not None:
         raise UsageError(
             "hash ids (of a trace, --prefix-share or --cache-hit-rate) name the beginnings of these prompts, which "
@@ -298,10 +265,25 @@ def make_plan(options: PlanOptions) -> Plan:
     requests, schedule, scenario = (_mixed if is_mixture(options.workload) else _single)(options)
     if options.session_start is not None:
         requests = begun_before(requests, parse_start(options.session_start), schedule.concurrency, options.seed)
-    cap = options.max_concurrency or scenario.max_concurrency
-    limits = LengthLimits(options.max_model_len, options.drop_too_long)
     facts = _facts(options, scenario, requests)
-    plan = assemble(requests, schedule, limits, cap=cap, seed=options.seed, facts=facts)
+    requests, kept, warnings = _within(requests, options.max_model_len, drop_too_long=options.drop_too_long)
+    phase = schedule.phase_of_session[kept]
+    arrival_s = None if schedule.arrival_s is None else schedule.arrival_s[kept]
+    if arrival_s is not None and arrival_s.size and arrival_s.max() > MOST_SECONDS:
+        years = min(float(arrival_s.max()) / (365 * 86_400), 1e9)
+        faster = "--speed" if scenario.loop == "trace" else "rate (requests/s)"
+        raise UsageError(f"the last request would come after {years:,.0f} years; give a higher {faster}")
+    facts |= {
+        "sessions": requests.sessions,
+        "requests": len(requests),
+        "mean_input_tokens": float(np.mean(requests.input_tokens)),
+        "mean_output_tokens": float(np.mean(requests.output_tokens)),
+    }
+    table = _table(requests, schedule.names, phase, arrival_s, options.seed)
+    if arrival_s is not None:
+        return Plan(table, (), facts, options.max_concurrency or scenario.max_concurrency, warnings)
+    sizes = np.bincount(phase, minlength=len(schedule.names))
+    plan = Plan(table, closed_phases(schedule, [int(size) for size in sizes]), facts, None, warnings)
     return replace(plan, release_for_s=options.duration_s) if plan.closed_loop else plan
 
 
@@ -361,9 +343,9 @@ def _single(options: PlanOptions, scenario: ScenarioSpec | None = None) -> tuple
     if options.shares_prefixes:
         requests = with_shared_prefixes(requests, options)
     if options.images is not None:
-        requests = with_images(requests, parse_images(options.images))
+        requests = with_images(requests, options.images)
     if options.lora_assignment is not None:
-        requests = with_adapters(requests, parse_adapters(options.lora_assignment), options.seed)
+        requests = with_adapters(requests, options.lora_assignment, options.seed)
     if options.priorities is not None:
         from ebbench.workloads.mixture import parse_priorities, with_priorities
 
@@ -484,7 +466,14 @@ def _from_workload(options: PlanOptions, scenario: ScenarioSpec, workload: Workl
         schedule.sessions, options.seed, options.lengths_set, options.tokenizer, options.with_text, rate_scale,
         options.redraw,
     )  # fmt: skip
-    requests = gather(workload, _profile(options, workload), options.source, selection)
+    profile = workload.profile
+    if options.input_len is not None or options.length_distribution is not None:
+        spec = length_spec(options.input_len or profile.input.mean, options.length_distribution)
+        profile = msgspec.structs.replace(profile, input=spec)
+    if options.output_len is not None or options.length_distribution is not None:
+        spec = length_spec(options.output_len or profile.output.mean, options.length_distribution)
+        profile = msgspec.structs.replace(profile, output=spec)
+    requests = _gather(workload, profile, options.source, selection)
     if requests.sessions < schedule.sessions:
         schedule = make_schedule(scenario, options.load, requests.sessions, default, options.seed)
     return requests, schedule
@@ -557,18 +546,6 @@ def _repeat_log(
     return requests, asked if again else min(asked, have), first
 
 
-def _profile(options: PlanOptions, workload: WorkloadSpec) -> Profile:
-    """The workload's profile with the lengths that the caller set."""
-    profile = workload.profile
-    if options.input_len is not None or options.length_distribution is not None:
-        spec = length_spec(options.input_len or profile.input.mean, options.length_distribution)
-        profile = msgspec.structs.replace(profile, input=spec)
-    if options.output_len is not None or options.length_distribution is not None:
-        spec = length_spec(options.output_len or profile.output.mean, options.length_distribution)
-        profile = msgspec.structs.replace(profile, output=spec)
-    return profile
-
-
 def _facts(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) -> dict[str, Any]:
     """Facts for the manifest except the counts; only plain values."""
     facts: dict[str, Any] = {
@@ -612,3 +589,66 @@ def laid_out(
         )
     )  # fmt: skip
     return under(spec, given, num_prompts, seed), describe(plan).get("arrivals")
+
+
+def _gather(workload: WorkloadSpec, profile: Profile, source: str, selection: Selection) -> Requests:
+    """Requests from ``source`` (auto, hub, file:PATH, profile); their facts name the source and the reason.
+
+    Raises UsageError, InputFileError, RunError (``hub`` that cannot be read).
+    """
+    _check_source(workload, source, selection)
+    if source.startswith("file:"):
+        from ebbench.workloads.data_sets import from_file
+
+        return from_file(workload, Path(source.removeprefix("file:")).expanduser(), selection)
+    if source == "hub":
+        from ebbench.workloads.data_sets import from_hub
+
+        return from_hub(workload, selection)
+    if workload.fitted is not None and not selection.lengths_set:
+        from ebbench.workloads.fitted import draw_fitted
+
+        facts = {"source": "fitted", "source_reason": f"distributions in the file of {workload.name}"}
+        drawn = draw_fitted(workload.fitted, selection.sessions, selection.seed, selection.rate_scale)
+        return replace(drawn, facts=facts)
+    if source == "profile":
+        return _from_profile(profile, selection, "asked for")
+    if workload.records is None:
+        return _from_profile(profile, selection, "synthetic workload")
+    if selection.lengths_set:
+        return _from_profile(profile, selection, "lengths were set")
+    if workload.hub is None:
+        return _from_profile(profile, selection, "the workload's file names no data set on the hub")
+    from ebbench.workloads.data_sets import UnreadableError, read_hub
+
+    try:
+        return read_hub(workload, selection)
+    except UnreadableError as error:
+        published = warning("published-lengths", workload=workload.name, why=str(error))
+        return _from_profile(profile, selection, str(error), (published,))
+
+
+def _check_source(workload: WorkloadSpec, source: str, selection: Selection) -> None:
+    kind = "file" if source.startswith("file:") else source
+    if kind not in ("auto", "hub", "file", "profile") or source == "file:":
+        raise UnknownNameError("source", source, ["auto", "hub", "file:PATH", "profile"])
+    if kind not in ("hub", "file"):
+        return
+    if workload.records is None or (kind == "hub" and workload.hub is None):
+        missing = "[records]" if workload.records is None else "[hub]"
+        raise UsageError(f"workload {workload.name!r} has no {missing} in its file; leave out --source {source}")
+    if selection.lengths_set:
+        raise UsageError(f"lengths cannot be set for the records of --source {source}; leave one of them out")
+
+
+def _from_profile(
+    profile: Profile, selection: Selection, reason: str, warnings: tuple[RunWarning, ...] = ()
+) -> Requests:
+    requests = draw_requests(profile, selection.sessions, selection.seed)
+    facts = {
+        "source": "profile",
+        "source_reason": reason,
+        "input_lengths": profile.input.text,
+        "output_lengths": profile.output.text,
+    }
+    return replace(requests, facts=facts, warnings=warnings)

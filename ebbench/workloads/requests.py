@@ -48,7 +48,7 @@ def int_lists(rows: Sequence[Sequence[int] | None]) -> pa.Array:
     return int_lists_of(flat, [0 if row is None else len(row) for row in rows], valid)
 
 
-def int_lists_of(flat: npt.NDArray[Any], sizes: Sequence[int], valid: npt.NDArray[np.bool_]) -> pa.Array:
+def int_lists_of(flat: npt.NDArray[Any], sizes: npt.ArrayLike, valid: npt.NDArray[np.bool_]) -> pa.Array:
     """An array of int64 lists of these sizes, null where ``valid`` is False; ``flat``: their values, one after another.
 
     Raises OverflowError for more values than one array holds.
@@ -65,7 +65,7 @@ def _packed(mask: npt.NDArray[np.bool_]) -> pa.Buffer:
     return pa.py_buffer(np.packbits(mask, bitorder="little"))
 
 
-def _offsets(sizes: Sequence[int]) -> npt.NDArray[np.int32]:
+def _offsets(sizes: npt.ArrayLike) -> npt.NDArray[np.int32]:
     ends = np.cumsum(np.asarray(sizes, np.int64))
     if len(ends) and ends[-1] > np.iinfo(np.int32).max:
         raise OverflowError("a column of more than 2 GiB; ask for fewer prompts, or build the plan without text")
@@ -202,7 +202,7 @@ def _renewed(hash_ids: pa.Array, times: int) -> pa.Array:
     valid = ~hash_ids.is_null().to_numpy(zero_copy_only=False)
     sizes = hash_ids.value_lengths().fill_null(0).to_numpy()
     flat = np.tile(labels, times) + np.repeat(np.arange(times), len(labels)) * len(names)
-    return int_lists_of(flat, np.tile(sizes, times).tolist(), np.tile(valid, times))
+    return int_lists_of(flat, np.tile(sizes, times), np.tile(valid, times))
 
 
 def first_sessions(requests: Requests, sessions: int, first: int = 0) -> Requests:

@@ -18,7 +18,7 @@ import pyarrow as pa
 from ebbench.config.declare import named_settings, setting, settings_of
 from ebbench.errors import UsageError
 from ebbench.foreign.documents import not_positive
-from ebbench.records.plan import CHUNK_TOKENS
+from ebbench.records import CHUNK_TOKENS
 from ebbench.traffic.arrivals import substream
 from ebbench.traffic.lengths import LengthSpec, length_spec
 from ebbench.workloads.requests import Floats, Requests

@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 
 from ebbench.errors import UsageError
-from ebbench.records.plan import CHUNK_TOKENS
+from ebbench.records import CHUNK_TOKENS
 from ebbench.traffic.arrivals import substream
 from ebbench.workloads.options import PlanOptions
-from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, int_lists, ints
+from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, int_lists, int_lists_of
 
 BLOCK_TOKENS = 16
 """Tokens per block, as in vLLM's prefix cache."""
@@ -101,12 +101,7 @@ def _hash_ids(group: Int64s, blocks: Int64s) -> pa.Array:
     ends = np.concatenate([[0], np.cumsum(blocks)])
     place = np.arange(int(ends[-1])) - np.repeat(ends[:-1], blocks)
     flat = np.repeat(group * _MOST_BLOCKS, blocks) + place
-    return pa.Array.from_buffers(
-        pa.list_(pa.int64()),
-        len(blocks),
-        [None, pa.py_buffer(ends.astype(np.int32))],
-        children=[ints(flat, pa.int64())],
-    )
+    return int_lists_of(flat, blocks, np.ones(len(blocks), np.bool_))
 
 
 # Prompts that share prefixes: how a log's prompts repeat earlier ones, and new prompts that repeat alike.

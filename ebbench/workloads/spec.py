@@ -1,18 +1,17 @@
-"""Workload files: one TOML file per workload, which users add without code; and requests from a workload's source."""
+"""Workload files: one TOML file per workload, which users add without code; and requests drawn from its lengths."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import numpy as np
 
-from ebbench.errors import UnknownNameError, UsageError
+from ebbench.errors import UsageError
 from ebbench.foreign.documents import load_toml
 from ebbench.installation import bundled_dir, resolve
-from ebbench.records.warnings import RunWarning, warning
 from ebbench.traffic.arrivals import substream
 from ebbench.traffic.lengths import LengthSpec
 from ebbench.workloads.fitted import Fitted
@@ -179,66 +178,3 @@ def continuation(turns: Turns) -> float:
         else:
             high = middle
     return (low + high) / 2
-
-
-def gather(workload: WorkloadSpec, profile: Profile, source: str, selection: Selection) -> Requests:
-    """Requests from ``source`` (auto, hub, file:PATH, profile); their facts name the source and the reason.
-
-    Raises UsageError, InputFileError, RunError (``hub`` that cannot be read).
-    """
-    _check(workload, source, selection)
-    if source.startswith("file:"):
-        from ebbench.workloads.data_sets import from_file
-
-        return from_file(workload, Path(source.removeprefix("file:")).expanduser(), selection)
-    if source == "hub":
-        from ebbench.workloads.data_sets import from_hub
-
-        return from_hub(workload, selection)
-    if workload.fitted is not None and not selection.lengths_set:
-        from ebbench.workloads.fitted import draw_fitted
-
-        facts = {"source": "fitted", "source_reason": f"distributions in the file of {workload.name}"}
-        drawn = draw_fitted(workload.fitted, selection.sessions, selection.seed, selection.rate_scale)
-        return replace(drawn, facts=facts)
-    if source == "profile":
-        return _from_profile(profile, selection, "asked for")
-    if workload.records is None:
-        return _from_profile(profile, selection, "synthetic workload")
-    if selection.lengths_set:
-        return _from_profile(profile, selection, "lengths were set")
-    if workload.hub is None:
-        return _from_profile(profile, selection, "the workload's file names no data set on the hub")
-    from ebbench.workloads.data_sets import UnreadableError, read_hub
-
-    try:
-        return read_hub(workload, selection)
-    except UnreadableError as error:
-        published = warning("published-lengths", workload=workload.name, why=str(error))
-        return _from_profile(profile, selection, str(error), (published,))
-
-
-def _check(workload: WorkloadSpec, source: str, selection: Selection) -> None:
-    kind = "file" if source.startswith("file:") else source
-    if kind not in ("auto", "hub", "file", "profile") or source == "file:":
-        raise UnknownNameError("source", source, ["auto", "hub", "file:PATH", "profile"])
-    if kind not in ("hub", "file"):
-        return
-    if workload.records is None or (kind == "hub" and workload.hub is None):
-        missing = "[records]" if workload.records is None else "[hub]"
-        raise UsageError(f"workload {workload.name!r} has no {missing} in its file; leave out --source {source}")
-    if selection.lengths_set:
-        raise UsageError(f"lengths cannot be set for the records of --source {source}; leave one of them out")
-
-
-def _from_profile(
-    profile: Profile, selection: Selection, reason: str, warnings: tuple[RunWarning, ...] = ()
-) -> Requests:
-    requests = draw_requests(profile, selection.sessions, selection.seed)
-    facts = {
-        "source": "profile",
-        "source_reason": reason,
-        "input_lengths": profile.input.text,
-        "output_lengths": profile.output.text,
-    }
-    return replace(requests, facts=facts, warnings=warnings)

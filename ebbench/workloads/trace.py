@@ -15,7 +15,6 @@ from ebbench.errors import InputFileError, UsageError
 from ebbench.records.warnings import RunWarning, warning
 from ebbench.traffic.spec import Replay
 from ebbench.workloads.files import LogFile, log_files, open_log
-from ebbench.workloads.formats_agents import AGENTS
 from ebbench.workloads.formats_columns import (
     CHOICES,
     DATA_SETS,
@@ -25,22 +24,26 @@ from ebbench.workloads.formats_columns import (
     read_columns,
     with_columns,
 )
-from ebbench.workloads.formats_tools import TOOLS
+from ebbench.workloads.formats_tools import AGENTS, TOOLS
 from ebbench.workloads.log_columns import Columns, keeps_failed, names_in, parse_columns, plain_name
 from ebbench.workloads.log_rows import Collected, arranged, collect
-from ebbench.workloads.recorded import UNUSABLE, Reading, ReadOptions, TextReader, TraceFormat
-from ebbench.workloads.requests import Floats, Requests
-from ebbench.workloads.trace_times import (
+from ebbench.workloads.recorded import (
+    UNUSABLE,
+    Reading,
+    ReadOptions,
     Stamps,
+    TextReader,
     TimeReading,
+    TraceFormat,
     mixed_epochs,
     read_time_unit,
     seconds_since_first,
 )
+from ebbench.workloads.requests import Floats, Requests
 
 # The formats of traces and logs that are recognised, most specific first. A new format is one entry of FORMATS.
 #
-# A format turns records into `ebbench.workloads.recorded.Recorded`; `ebbench.workloads.trace_times` decides the unit
+# A format turns records into `ebbench.workloads.recorded.Recorded`; `ebbench.workloads.recorded` decides the unit
 # of times and `ebbench.workloads.trace` the order, sessions and blocks, for all formats alike.
 
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")

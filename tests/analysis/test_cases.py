@@ -12,8 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from ebbench.analysis.cases import comparison_cases, gain, group_by_policy, output_throughput, partition
-from ebbench.analysis.certainty import ALPHA, log_ratios, p_value, pairs_needed
+from ebbench.analysis.cases import (
+    ALPHA,
+    comparison_cases,
+    gain,
+    group_by_policy,
+    log_ratios,
+    output_throughput,
+    p_value,
+    pairs_needed,
+    partition,
+)
 from ebbench.analysis.environment import load_of_run
 from ebbench.analysis.summary import Summary, summarise
 from ebbench.cli.main import app

@@ -8,7 +8,8 @@ import pytest
 
 from ebbench.config.options import completing
 from ebbench.devices.profiles import list_devices, list_models
-from ebbench.workloads import list_scenarios, list_workloads
+from ebbench.traffic.spec import list_scenarios
+from ebbench.workloads.spec import list_workloads
 from vllm_eb.policy import descriptions
 
 

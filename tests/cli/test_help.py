@@ -21,7 +21,7 @@ def commands(words: tuple[str, ...], command: Any) -> Iterator[tuple[tuple[str, 
         yield from commands((*words, name), sub)
 
 
-EVERY = [pair for name in main.COMMANDS if main._installed(name) for pair in commands((name,), main.load_command(name))]
+EVERY = [pair for name in main._Commands().list_commands(None) for pair in commands((name,), main.load_command(name))]
 
 
 def shown(words: tuple[str, ...], option: str = "--help") -> str:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from ebbench.cli import main
 from ebbench.errors import DataError, EbbenchError, InterruptedRunError, RunError, UsageError
-from ebbench.process.command_line import exit_code, expand_goodput, wrapped
+from ebbench.process.command_line import CommandEntry, exit_code, expand_goodput, wrapped
 from vllm_eb.policy import PolicyError, descriptions, policy_types
 
 
@@ -189,7 +189,7 @@ def test_every_command_shows_its_help(cli: CliRunner, args: list[str]) -> None:
 
 
 def test_help_lists_exactly_the_commands_that_are_there(cli: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = main.CommandEntry("Not there.", main.MEASURE)
+    absent = CommandEntry("Not there.", main.MEASURE)
     monkeypatch.setitem(main.COMMANDS, "not-there", absent)
     shown = cli.invoke(main.app, ["--help"], env={"COLUMNS": "120"}).stdout
     assert "Show stored runs again." in shown
@@ -198,9 +198,8 @@ def test_help_lists_exactly_the_commands_that_are_there(cli: CliRunner, monkeypa
 
 
 def test_every_command_of_the_table_that_is_there_loads() -> None:
-    for name in main.COMMANDS:
-        if main._installed(name):
-            assert main.load_command(name).name == name
+    for name in main._Commands().list_commands(None):
+        assert main.load_command(name).name == name
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import ebbench.engines.setup
-from ebbench.analysis.certainty import ALPHA, TESTED, adjusted, pairs_for, pairs_needed
+from ebbench.analysis.cases import ALPHA, TESTED, adjusted, pairs_for, pairs_needed
 from ebbench.analysis.summary import summarise
 from ebbench.cli.main import app
 from ebbench.records.plan import Plan

@@ -23,7 +23,8 @@ from ebbench.client.verdict import lag_percentile_ns
 from ebbench.errors import UsageError
 from ebbench.fakeserver.scheduled_response import Messages
 from ebbench.network.credentials import api_key
-from ebbench.records.plan import CHUNK_TOKENS, ClosedPhase, token_ids
+from ebbench.records import CHUNK_TOKENS
+from ebbench.records.plan import ClosedPhase, token_ids
 from ebbench.spec.client import ClientOptions
 from tests.client.client_runs import plan_of
 

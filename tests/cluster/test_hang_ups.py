@@ -57,7 +57,7 @@ def check_everything_is_free(loop: EventLoop) -> None:
             assert not scheduler.prefilling
         if stage.dispatcher is not None:
             assert stage.dispatcher.waiting == 0
-            assert stage.dispatcher.fleet.open_requests == 0  # type: ignore[attr-defined]
+            assert stage.dispatcher.fleet.open_requests == 0
     if loop.handover is not None:
         fabric = loop.handover.fabric
         assert [store.held for store in fabric.stores] == [{}] * len(fabric.stores)

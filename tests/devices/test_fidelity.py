@@ -16,8 +16,7 @@ from ebbench.config.topology import parse_topology
 from ebbench.devices.costs import published_calibration
 from ebbench.devices.profiles import find_model, find_profile, list_devices, list_models
 from ebbench.papers.fidelity.case import DEVICES, FIT_ROWS, Case, reference_rows
-from ebbench.papers.fidelity.cases import WITHOUT, all_cases, real_workloads, table3
-from ebbench.papers.fidelity.cases_repetition import GROUP
+from ebbench.papers.fidelity.cases import REPETITION_GROUP, WITHOUT, all_cases, real_workloads, table3
 from ebbench.papers.fidelity.cases_servers import table17
 from ebbench.papers.fidelity.report import all_scores, write_report
 from ebbench.papers.fidelity.runs import (
@@ -72,7 +71,7 @@ def test_a_case_that_keeps_the_api_server_busy_is_answered_with_it() -> None:
     (asked,) = run_cases([replace(many, api_server="datacenter")], 0, lambda _: None)
     without = run_cases([replace(case, api_server="off") for case in (few, many)], 0, lambda _: None)
     assert answers[0] == without[0]
-    assert answers[1] == asked
+    assert answers[1] == replace(asked, caveats=("api-server-simulated", *asked.caveats))
     assert asked.ours < 0.8 * without[1].ours
 
 
@@ -100,7 +99,9 @@ def test_the_replayed_run_meets_its_targets_with_nothing_fitted() -> None:
 def test_fitted_cases_are_those_that_the_notes_name() -> None:
     fitted = [case for case in all_cases() if case.fitted]
     assert {
-        (c.group, c.device, c.name) for c in fitted if c.group not in ("silicon", "table 20", "figure 3", GROUP)
+        (c.group, c.device, c.name)
+        for c in fitted
+        if c.group not in ("silicon", "table 20", "figure 3", REPETITION_GROUP)
     } == {
         *(("table 3", device, name) for name in FIT_ROWS for device in ("rtx-pro-6000", "h200")),
         ("table 3", "rtx-pro-6000", "c=2048"),
@@ -185,7 +186,7 @@ def test_warm_up_requests_are_those_of_the_scripts() -> None:
     wanted = {"table 3": {100}, "table 2 and figure 5": {20}, "figure 3": {100}, "table 13": {20}}
     wanted |= {"table 17": {20}, "table 19": {0}, "table 20": {0}, "silicon": {0}, "servers": {0}}
     wanted |= {"gpustack": {0}, "gpustack with fused sampler": {0}, "figure 4": {100}, "table 6": {0}}
-    wanted |= {GROUP: {0, 20, 100}}  # as the tables that it repeats
+    wanted |= {REPETITION_GROUP: {0, 20, 100}}  # as the tables that it repeats
     found: dict[str, set[int]] = {}
     for case in all_cases():
         if case.name.endswith("_shift"):

@@ -14,7 +14,7 @@ from ebbench.cli.main import app
 from ebbench.errors import EbbenchError
 from ebbench.papers.fidelity.case import Case, reference_rows
 from ebbench.papers.fidelity.cases import WITHOUT, engine_alone
-from ebbench.papers.fidelity.cases_gpustack import (
+from ebbench.papers.fidelity.cases_servers import (
     FUSED,
     GPUSTACK,
     WITH_FUSED,

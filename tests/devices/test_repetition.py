@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ebbench.papers.fidelity.case import Case
-from ebbench.papers.fidelity.cases_repetition import repetition
+from ebbench.papers.fidelity.cases import repetition
 from ebbench.papers.fidelity.runs import run_cases
 from vllm_eb.policies.ebplus import EbPlus
 from vllm_eb.policy import parse_policy

@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbench.dispatch import DispatchRequest
-from ebbench.dispatch.allocate import (
+from ebbench.dispatch.algorithms import (
     AdaptiveInterval,
     ChunkPacking,
     DecodeLoad,
     Hit,
     allocate_decode,
-    no_hit,
     outlier_bound,
 )
 
@@ -65,7 +64,10 @@ class Allocation(NamedTuple):
 
 
 def allocate_prefill(
-    pending: Sequence[DispatchRequest], new: Sequence[DispatchRequest], available: Mapping[int, int], hit: Hit = no_hit
+    pending: Sequence[DispatchRequest],
+    new: Sequence[DispatchRequest],
+    available: Mapping[int, int],
+    hit: Hit | None = None,
 ) -> Allocation:
     """Algorithm 2, PBAA: pending before new, longest first, each to the unit it leaves the most capacity.
 

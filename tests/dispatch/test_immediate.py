@@ -7,7 +7,7 @@ import pytest
 
 from ebbench.dispatch import DispatchRequest, Fleet, make_dispatcher, parse_dispatch
 from ebbench.dispatch.base import EndForward, Order
-from ebbench.records.plan import CHUNK_TOKENS
+from ebbench.records import CHUNK_TOKENS
 
 
 def placed(name: str, instances: int, count: int, units: int = 1) -> list[int]:

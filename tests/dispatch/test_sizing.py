@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbench.dispatch import DispatchRequest
-from ebbench.dispatch.queues import PassModel, candidates, choose_pass
+from ebbench.dispatch.algorithms import PassModel, candidates, choose_pass
 from ebbench.dispatch.staggered import FIRST_GUESS, LEAST_PASSES, PassTimeModel
 
 MS = 1_000_000

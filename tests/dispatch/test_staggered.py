@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbench.dispatch import DispatchRequest, EndForward, Fleet, Order, UnitReport, make_dispatcher, parse_dispatch
-from ebbench.dispatch.staggered import StaggeredDispatcher
-from ebbench.dispatch.staggered_settings import StaggeredSettings
+from ebbench.dispatch.staggered import StaggeredDispatcher, StaggeredSettings
 
 MS = 1_000_000
 PAPER = StaggeredSettings(

@@ -84,6 +84,8 @@ def test_a_taken_port_comes_with_the_remedy() -> None:
         ("ValueError: num_speculative_tokens was provided but without speculative model.", 'head as "model"'),
         ("NotImplementedError: Unsupported speculative method: 'mlp_speculator'", "holds no head for this method"),
         ("ValueError: Model architectures ['EagleQwen3ForCausalLM'] are not supported for now.", "holds no head"),
+        ("ValueError: Duplicate layer name: model.layers.0.self_attn.attn", "holds no head for this method"),
+        ("RuntimeError: pin_memory=True requires a CUDA or other accelerator backend", "use the method ngram"),
         ("ValueError: num_speculative_tokens must be provided with speculative model", '"num_speculative_tokens"'),
     ],
 )

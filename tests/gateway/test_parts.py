@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from ebbench.dispatch import DispatchRequest, EndForward, UnitReport
-from ebbench.dispatch.base import Order
+from ebbench.dispatch.base import Dispatcher, Order
 from ebbench.gateway.app import SignalSubscriber
 from ebbench.gateway.dispatch_queue import DispatchQueue, RefusedError
 from ebbench.gateway.relay import GatewayMetrics, Relay
@@ -24,7 +24,7 @@ REQUEST = DispatchRequest(0, 10, 20)
 PASS = EndForward(0, 1)
 
 
-class Ordered:
+class Ordered(Dispatcher):
     """A dispatcher that gives the orders of ``orders``, and keeps what it is told of requests."""
 
     wants_signals = wants_prefix = wants_units = False

@@ -21,7 +21,7 @@ from ebbench.render import numbers
 from ebbench.render.timeline import make_timeline
 from ebbench.report import page as page_module
 from ebbench.report.page import specs
-from ebbench.report.page_tables import comparison_tables
+from ebbench.report.page_data import comparison_tables
 from tests.report.report_data import INK, BrowserPage, invoke, rewrite
 
 ONLY_WITH = {"classes", "sessions"}

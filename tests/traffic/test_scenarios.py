@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from ebbench.cli.main import app
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.records.plan import ClosedPhase, Plan
-from ebbench.traffic.spec import Load, apportion, make_schedule
-from ebbench.workloads import build_plan, list_scenarios, load_scenario
+from ebbench.traffic.spec import Load, apportion, list_scenarios, load_scenario, make_schedule
+from ebbench.workloads import build_plan
 from ebbench.workloads.options import scenario_meant
 
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,8 +132,10 @@ def test_without_vllm_steps_are_measured_with_torch_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torch")
-    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1,
-             "head_dim": 16, "intermediate_size": 64, "vocab_size": 100}  # fmt: skip
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "intermediate_size": 64, "vocab_size": 100,
+    }  # fmt: skip
     grid = borrowed.StepGrid((4, 8), (2, 4), (8, 16), repeats=1)
     monkeypatch.setattr(borrowed, "StepGrid", lambda: grid)
     assert measured(packed(tmp_path, fails="always", **sizes), 600.0) == 0

@@ -19,8 +19,8 @@ from ebbench.records.plan import Plan
 from ebbench.spec.server import EngineOptions
 from tests.vllm.drawn_policies import draw_policy
 from tests.vllm.emulation import DEVICE, differences, drafting_device, random_case, run_sim, with_priorities
-from tests.vllm.test_drafts_equal import RIVALS, max_tokens, random_drafts
-from vllm_eb.policy import least_seqs, parse_policy
+from tests.vllm.test_drafts_equal import max_tokens, random_drafts
+from vllm_eb.policy import least_seqs, parse_policy, policy_types
 
 pytestmark = pytest.mark.vllm
 
@@ -79,9 +79,9 @@ def test_states_are_preempted_where_engines_are_compared() -> None:
     assert preempted > 10
 
 
-@pytest.mark.parametrize("kind", RIVALS)
-@pytest.mark.parametrize("seed", range(741, 744))
-def test_equal_with_states_under_the_rivals(kind: str, seed: int) -> None:
+@pytest.mark.parametrize("kind", policy_types())
+@pytest.mark.parametrize("seed", range(741, 743))
+def test_equal_with_states_under_every_policy(kind: str, seed: int) -> None:
     plan, _, options, device = random_states(seed, drafts=True, caching=bool(seed % 2))
     policy = draw_policy(kind, seed, options.running_limit, options.max_num_batched_tokens)
     assert differences(*both(plan, policy, options, device)) == []

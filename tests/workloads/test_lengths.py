@@ -11,8 +11,8 @@ from ebbench.errors import UsageError
 from ebbench.installation import bundled_dir
 from ebbench.traffic.arrivals import substream
 from ebbench.traffic.lengths import LengthSpec, censored_moments, fit_censored, length_spec
-from ebbench.workloads import build_plan, load_workload
-from ebbench.workloads.spec import Turns, continuation, draw_rounds
+from ebbench.workloads import build_plan
+from ebbench.workloads.spec import Turns, continuation, draw_rounds, load_workload
 
 MANY = 400_000
 

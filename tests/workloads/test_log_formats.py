@@ -136,8 +136,7 @@ def test_pauses_and_parallel_requests(logs: Path) -> None:
 
 def _spans(spans: Sequence[tuple[float, float, int]]) -> Any:
     from ebbench.workloads.log_rows import Collected, arranged
-    from ebbench.workloads.recorded import Recorded
-    from ebbench.workloads.trace_times import Stamp
+    from ebbench.workloads.recorded import Recorded, Stamp
 
     rows = Collected()
     for line, (start, end, tokens) in enumerate(spans):

@@ -7,7 +7,8 @@ from typer.testing import CliRunner
 
 from ebbench.cli import scenarios, workloads
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.workloads import list_scenarios, list_workloads, load_scenario
+from ebbench.traffic.spec import list_scenarios, load_scenario
+from ebbench.workloads.spec import list_workloads
 
 
 def call(app: typer.Typer, *arguments: str) -> str:

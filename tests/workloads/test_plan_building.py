@@ -12,8 +12,9 @@ import pytest
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
-from ebbench.workloads import build_plan, list_workloads, load_workload
+from ebbench.workloads import build_plan
 from ebbench.workloads.planner import describe
+from ebbench.workloads.spec import list_workloads, load_workload
 
 
 def ipc(plan: Plan) -> bytes:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ebbench.errors import RunError, UnknownNameError, UsageError
-from ebbench.workloads import build_plan, data_sets, load_workload
+from ebbench.workloads import build_plan, data_sets
 from ebbench.workloads.data_sets import Cache, checked_name, why_unreachable
-from ebbench.workloads.spec import Hub
+from ebbench.workloads.spec import Hub, load_workload
 
 NUMINA = Hub(dataset="owner/name")
 

@@ -17,7 +17,7 @@ from ebbench.cli.main import app
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.workloads import build_plan
 from ebbench.workloads.options import TIME_UNITS
-from ebbench.workloads.trace_times import (
+from ebbench.workloads.recorded import (
     FEW_FRACTIONS,
     PLAUSIBLE_RATE,
     Stamp,

@@ -11,7 +11,7 @@ import msgspec
 from ebbench.errors import DataError
 from ebbench.foreign.documents import load_toml
 from ebbench.papers.fidelity.cases import WITHOUT
-from ebbench.papers.fidelity.cases_gpustack import FUSED
+from ebbench.papers.fidelity.cases_servers import FUSED
 from ebbench.papers.fidelity.scores import THROUGHPUT, PublishedFigure
 from ebbench.render import palette
 

@@ -43,25 +43,12 @@ REPEATED = "table 3"  # single runs vary more than its differences, and its runs
 # The tables of the fidelity report as sections of a document.
 
 
-def _share(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.1%}"
-
-
-def _digits(value: float) -> str:
-    return f"{value:.4g}"
+_SHARE, _SIGNED, _DIGITS = "{:.1%}".format, "{:+.1%}".format, "{:.4g}".format
 
 
 def _or_none(value: float) -> float | None:
     """None for NaN: a run that ended without the figure."""
     return None if isnan(value) else value
-
-
-def _number(name: str, show: Callable[[float], str], *, ours: bool = False) -> Column:
-    return Column(name, show=show, ours=ours)
 
 
 def front(rows: Iterable[Row], before: Mapping[str, Row]) -> Section:
@@ -106,7 +93,7 @@ def _errors(now: tuple[float, float] | None, before: tuple[float, float] | None)
 
 def targets(groups: Mapping[str, Sequence[Score]]) -> Section:
     """The targets and whether they are met, per group of cells."""
-    columns = (*labels("cells", "score", "target"), _number("reached", _share), Column("count"), *labels("met"))
+    columns = (*labels("cells", "score", "target"), Column("reached", show=_SHARE), Column("count"), *labels("met"))
     rows = tuple(
         (name, score.name, score.target, score.reached, score.count, "yes" if score.met else "no")
         for name, reached in groups.items()
@@ -137,10 +124,10 @@ def constants() -> Section:
     """The constants of each device, with their source."""
     columns = (
         *labels("device"),
-        _number("host per step", lambda value: f"{value * 1e3:.2f} ms"),
-        _number("host per sequence", lambda value: f"{value * 1e6:.1f} us"),
+        Column("host per step", show=lambda value: f"{value * 1e3:.2f} ms"),
+        Column("host per sequence", show=lambda value: f"{value * 1e6:.1f} us"),
         *labels("more with several GPUs"),
-        _number("mixed excess x", lambda value: f"{value:.2f}"),
+        Column("mixed excess x", show=lambda value: f"{value:.2f}"),
         *labels("source"),
     )
     rows = tuple(
@@ -155,9 +142,9 @@ def published_and_ours(cells: Iterable[PublishedFigure]) -> Section:
     """One row per published figure, with ours."""
     columns = (
         *labels("device", "model", "case", "scheduler", "metric"),
-        _number("published", _digits),
-        _number("ours", _digits, ours=True),
-        _number("error", _signed),
+        Column("published", show=_DIGITS),
+        Column("ours", show=_DIGITS, ours=True),
+        Column("error", show=_SIGNED),
         *labels(""),
     )
     rows = tuple(
@@ -175,8 +162,8 @@ def gains(cells: Iterable[PublishedFigure]) -> Section:
     """One row per pair of schedulers: published gain, our gain, and whether the winner is the same."""
     columns = (
         *labels("device", "model", "case", "pair"),
-        _number("published gain", _signed),
-        _number("our gain", _signed, ours=True),
+        Column("published gain", show=_SIGNED),
+        Column("our gain", show=_SIGNED, ours=True),
         *labels(""),
     )
     rows = []
@@ -195,7 +182,7 @@ def step_times(cells: Iterable[PublishedFigure]) -> Section:
         errors.setdefault((cell.device, cell.model, cell.case.split()[0], cell.note), []).append(cell.error)
     columns = (
         *labels("device", "model", "step"),
-        *(_number(name, _signed) for name in ("median error", "from", "to")),
+        *(Column(name, show=_SIGNED) for name in ("median error", "from", "to")),
         *labels(""),
     )
     rows = tuple(
@@ -214,7 +201,7 @@ def by_caveat(audit: Sequence[Audited]) -> Section:
     columns = (
         *labels("caveat", "figure", "source", "device"),
         Column("figures"),
-        *(_number(name, _signed) for name in ("median error", "from", "to")),
+        *(Column(name, show=_SIGNED) for name in ("median error", "from", "to")),
         *(Column(name) for name in ("said", "missing", "against")),
     )
     rows: list[tuple[Value, ...]] = []
@@ -230,7 +217,11 @@ def by_caveat(audit: Sequence[Audited]) -> Section:
 
 def by_row(audit: Iterable[Audited]) -> Section:
     """One row per figure: error, caveats about it, verdict."""
-    columns = (*labels("source", "device", "case", "figure"), _number("error", _signed), *labels("caveats", "verdict"))
+    columns = (
+        *labels("source", "device", "case", "figure"),
+        Column("error", show=_SIGNED),
+        *labels("caveats", "verdict"),
+    )
     rows = tuple(
         (
             row.cell.source, row.cell.device, row.cell.case, row.figure, row.cell.error, ", ".join(row.caveats),
@@ -285,7 +276,7 @@ faster in print, by whatever margin. Sources: those of the targets, figure 4, ta
 
 
 def write_report(
-    cells: Sequence[PublishedFigure], out: Path, repeats: int = 1, before: Mapping[str, scoreboard.Row] | None = None
+    cells: Sequence[PublishedFigure], out: Path, repeats: int = 1, before: Mapping[str, Row] | None = None
 ) -> list[Path]:
     """Write the front page, a page per source, scoreboard.json, cells.parquet and pictures. Returns the files written.
 
@@ -377,10 +368,10 @@ def _audit_page(audit: Sequence[Audited]) -> Iterator[str]:
 
 def _front_page(
     cells: Sequence[PublishedFigure],
-    rows: Sequence[scoreboard.Row],
+    rows: Sequence[Row],
     drawn: Iterable[Path],
     repeats: int,
-    before: Mapping[str, scoreboard.Row],
+    before: Mapping[str, Row],
 ) -> Iterator[str]:
     ours = f"means over {repeats} seeds" if repeats > 1 else "single runs"
     scatter = "a run of the distribution shift scatters by 1 to 2 %"
@@ -408,8 +399,8 @@ def _front_page(
 def _page(
     page: Page,
     cells: Sequence[PublishedFigure],
-    rows: Sequence[scoreboard.Row],
-    before: Mapping[str, scoreboard.Row],
+    rows: Sequence[Row],
+    before: Mapping[str, Row],
     out: Path,
 ) -> Iterator[str]:
     yield f"# {page.title}\n"

@@ -103,16 +103,9 @@ def comparisons(cells: Iterable[PublishedFigure]) -> list[Comparison]:
         names = sorted(by_scheduler, key=lambda name: (name != "v1", name))
         for first_name, second_name in combinations(names, 2):
             first, second = by_scheduler[first_name], by_scheduler[second_name]
-            pairs.append(
-                Comparison(
-                    row,
-                    first_name,
-                    second_name,
-                    second.published / first.published - 1.0,
-                    second.ours / first.ours - 1.0,
-                    first.fitted or second.fitted,
-                )
-            )
+            printed_gain, our_gain = second.published / first.published - 1.0, second.ours / first.ours - 1.0
+            fitted = first.fitted or second.fitted
+            pairs.append(Comparison(row, first_name, second_name, printed_gain, our_gain, fitted))
     return pairs
 
 
@@ -147,12 +140,9 @@ def scores(cells: Sequence[PublishedFigure]) -> list[Score]:
     errors = [abs(cell.error) for cell in cells if cell.scored and cell.metric in THROUGHPUT]
     reached = []
     if decided:
+        name = "same winner where the published gap exceeds 2 %"
         share = sum(pair.same_winner for pair in decided) / len(decided)
-        reached.append(
-            Score(
-                "same winner where the published gap exceeds 2 %", "at least 95 %", share, len(decided), share >= 0.95
-            )
-        )
+        reached.append(Score(name, "at least 95 %", share, len(decided), share >= 0.95))
     if gains:
         share = sum(close) / len(gains)
         reached.append(Score("gain over v1 within 5 points", "at least 80 %", share, len(gains), share >= 0.80))
@@ -169,13 +159,7 @@ REPLAY_TARGETS = {"tpot_mean_ms": 0.01, "e2el_mean_s": 0.02, "ttft_mean_s": 0.05
 def replay_scores(cells: Iterable[PublishedFigure]) -> list[Score]:
     """The targets of the replayed run, one per metric."""
     return [
-        Score(
-            f"replayed run, {cell.metric}",
-            f"within {REPLAY_TARGETS[cell.metric]:.0%}",
-            abs(cell.error),
-            1,
-            abs(cell.error) <= REPLAY_TARGETS[cell.metric],
-        )
+        Score(f"replayed run, {cell.metric}", f"within {limit:.0%}", abs(cell.error), 1, abs(cell.error) <= limit)
         for cell in cells
-        if cell.metric in REPLAY_TARGETS and cell.scored
+        if (limit := REPLAY_TARGETS.get(cell.metric)) is not None and cell.scored
     ]
