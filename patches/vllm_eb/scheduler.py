@@ -164,6 +164,8 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             # A preempted, finished or aborted request is no longer running; vLLM sets the flag.
             self._prefilling = [r for r in self._prefilling if r.is_prefill_chunk and r.status == _RUNNING]
         now_s, prefilling, idle_sessions = self._clock(), len(self._prefilling), compat.idle_sessions(self)
+        # A call without requests only tells workers which have ended: no step, so nothing is ordered.
+        ordering = self._waiting_order if self.requests else None
         return View(
             now_s=now_s,
             step_id=self._steps,
@@ -171,7 +173,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             prefilling=prefilling,
             waiting=0 if compat.paused(self) else compat.waiting(self, idle_sessions),
             free_blocks=compat.free_blocks(self),
-            oldest_wait_s=self._waiting_order.order(self.waiting, now_s) if self._waiting_order else 0.0,
+            oldest_wait_s=ordering.order(self.waiting, now_s) if ordering else 0.0,
             preempted=self._preempted,
             idle_sessions=idle_sessions,
             last_tokens_out=self._last_tokens_out(),

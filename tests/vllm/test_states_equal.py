@@ -95,6 +95,12 @@ def test_equal_with_states_and_drafts_that_adapt(seed: int) -> None:
     assert differences(*both(plan, "marginal:draft=adaptive,update_every=3", options, device)) == []
 
 
+def test_a_call_without_requests_orders_no_queue() -> None:
+    """The last two answers end in one step, and what follows them comes in the next nanosecond: shortest first."""
+    plan, _, options, device = random_states(743, drafts=True, caching=True)
+    assert differences(*both(plan, "marginal:order=shortest", options, device)) == []
+
+
 @pytest.mark.parametrize("seed", range(760, 768))
 def test_a_preempted_state_costs_about_as_much(seed: int) -> None:
     """With prefix caching and little memory vLLM may find a state again that the simulator does not, or the reverse."""
