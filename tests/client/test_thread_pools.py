@@ -161,7 +161,7 @@ def test_a_server_that_refuses_spare_connections_is_left_alone() -> None:
 
 
 def test_an_unknown_way_to_connect_is_refused() -> None:
-    with pytest.raises(UsageError, match="--connections must be ahead, on-demand, per-request, not 'never'"):
+    with pytest.raises(UsageError, match="unknown --connections 'never'; known: ahead, on-demand, per-request"):
         run("http://127.0.0.1:1", plan_of(1), connections="never")
 
 

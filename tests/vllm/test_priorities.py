@@ -113,7 +113,7 @@ def test_equal_under_random_settings(seed: int) -> None:
 @pytest.mark.parametrize("policy", ["v1", "eb:k=5", f"marginal:{FOLLOWED}"])
 def test_equal_with_drafts(policy: str, speculative: str) -> None:
     options = EngineOptions(
-        max_num_seqs=18, max_num_batched_tokens=128, num_kv_blocks=40, speculative=speculative,
+        max_num_seqs=18, max_num_batched_tokens=128, num_kv_blocks=32, speculative=speculative,
         scheduling_policy="priority", scheduler_reserve_full_isl=False,
     )  # fmt: skip
     assert options.drafts is not None
