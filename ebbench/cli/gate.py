@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +21,14 @@ _MAX_PAIRS = (
     "the rule that holds at every look."
 )
 _POLICY = "Policy to judge if there are several; twice: the baseline's, then the candidate's."
+
+Sides = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="BASELINE CANDIDATE",
+        help="Directories, or --name, of runs; the baseline may be a Parquet file of --save-baseline.",
+    ),
+]
 
 
 def gate(
@@ -48,13 +54,7 @@ def gate(
     trials: Annotated[int, other(help="A/A trials of the self-test.")] = 1_000,
     workers: Annotated[int | None, other(help="Processes of the self-test.")] = None,
     report: Annotated[Path | None, other(help="Write the self-test's result as Markdown.")] = None,
-    paths: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="BASELINE CANDIDATE",
-            help="Directories, or --name, of runs; the baseline may be a Parquet file of --save-baseline.",
-        ),
-    ] = None,
+    paths: Sides = None,
 ) -> None:
     """Compare paired runs: exit code 0 pass, 1 regression, 5 inconclusive, 3 not comparable.
 
@@ -85,10 +85,6 @@ def gate(
     sides = interleave.GateSides(given[0], given[1], rules, tuple(allow or ()), policies, messages.say)
     files = verdicts.VerdictFiles(junit, summary)
     verdict = interleave.measured_and_judged(sides, wanted, files, messages)
-    if as_json:
-        sys.stdout.write(json.dumps(verdicts.to_json(verdict), indent=2, allow_nan=False) + "\n")
-    else:
-        console = Console(highlight=False)
-        console.print(verdicts.console(verdict, console.width))
+    verdicts.show(verdict, as_json=as_json)
     files.write(verdict)
     raise typer.Exit(verdicts.EXIT_CODES[verdict.outcome])

@@ -193,6 +193,23 @@ COSTS = ("auto", "table", "linear", "roofline")
 DEFAULT_HOST = HostCosts(step_s=2e-3, sequence_s=10e-6, fitted=False)
 
 
+def _check_measured(
+    request: DeviceRequest, profile: DeviceProfile, geometry: ModelGeometry, named: ModelGeometry,
+    measured: Calibration | None,
+) -> None:  # fmt: skip
+    """Raise UsageError where step times were measured of one GPU or one type, and others are asked for."""
+    if measured is not None and geometry != named:
+        raise UsageError(
+            f"step times of {geometry.name} on {profile.name} were measured with its own types; leave out "
+            "--quantization and --kv-cache-dtype, or calibrate with them"
+        )
+    if not request.parallel.single and (measured is not None or request.cost == "linear"):
+        raise UsageError(
+            f"step times of {geometry.name} on {profile.name} were measured on one GPU and cannot be divided among "
+            "several; leave tp and ep out of the topology, or use a device with kernel tables (`ebbench devices list`)"
+        )
+
+
 def load(request: DeviceRequest) -> Device:
     """The device of a request, or one given by its constants (``costs.given_device``).
 
@@ -216,16 +233,7 @@ def load(request: DeviceRequest) -> Device:
     request.parallel.check(geometry)
     capacity = requested_capacity(profile, geometry, request)
     measured = _measured(profile, request.model, geometry)
-    if measured is not None and geometry != named:
-        raise UsageError(
-            f"step times of {geometry.name} on {profile.name} were measured with its own types; leave out "
-            "--quantization and --kv-cache-dtype, or calibrate with them"
-        )
-    if not request.parallel.single and (measured is not None or request.cost == "linear"):
-        raise UsageError(
-            f"step times of {geometry.name} on {profile.name} were measured on one GPU and cannot be divided among "
-            "several; leave tp and ep out of the topology, or use a device with kernel tables (`ebbench devices list`)"
-        )
+    _check_measured(request, profile, geometry, named, measured)
     published = measured or _published(profile, geometry, request.parallel)
     own = None if has_other_shape(named) else profile.host.get(geometry.name)
     constants = (request.host or own or profile.host.get("default") or DEFAULT_HOST).with_workers(request.parallel.tp)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -228,6 +230,15 @@ VERDICTS: Texts = {
 def worded_reason(verdict: Verdict) -> str:
     """Why the gate gives this verdict, in words."""
     return verdict.reason.worded(VERDICTS)
+
+
+def show(verdict: Verdict, *, as_json: bool) -> None:
+    """Write a verdict to stdout, as a table or as one JSON object."""
+    if as_json:
+        sys.stdout.write(json.dumps(to_json(verdict), indent=2, allow_nan=False) + "\n")
+        return
+    out = Console(highlight=False)
+    out.print(console(verdict, out.width))
 
 
 def console(verdict: Verdict, width: int) -> RenderableType:
