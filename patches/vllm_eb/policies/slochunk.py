@@ -1,10 +1,10 @@
 """Prompt chunks limited so that a mixed step keeps a target for the time per output token.
 
 Each mixed step gets the most prompt tokens with which it takes at most ``tpot`` seconds by the measured costs (with
-drafts, for each token that a sequence gets of it), and at least ``least``, so that prompts always advance. This greedy rule is common to recent SLO chunk controllers: predict the
-step's time, take the largest chunk within the target. SlidingServe (arXiv 2606.05933) also plans one step ahead, sorts
-requests by urgency and selects them by dynamic programming; this policy does not (see ``order=shortest`` and the
-targets of marginal).
+drafts, for each token that a sequence gets of it), and at least ``least``, so that prompts always advance. This greedy
+rule is common to recent SLO chunk controllers: predict the step's time, take the largest chunk within the target.
+SlidingServe (arXiv 2606.05933) also plans one step ahead, sorts requests by urgency and selects them by dynamic
+programming; this policy does not (see ``order=shortest`` and the targets of marginal).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_eb.strategy import EngineFacts, Lengths, Mode, PhaseState, StepChoice,
 
 @dataclass(frozen=True, kw_only=True)
 class SloChunk(PolicySpec):
-    """``tpot``: most seconds per mixed step, or per token of it with drafts; ``least``: fewest prompt tokens of a step."""
+    """``tpot``: most seconds per mixed step, with drafts per token; ``least``: fewest prompt tokens of a step."""
 
     description = "mixed batches, prompt chunks as large as a TPOT target allows by measured costs; needs tpot="
 
