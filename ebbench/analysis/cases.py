@@ -1,7 +1,8 @@
 """Groups runs into cases: one case per load and environment. Every table, page and sentence uses this grouping.
 
 Runs that differ in rate, concurrency, device, topology, workload or scheduler settings are not averaged, nor are two
-measurements of the same plan; a policy is compared only with the baseline of its own case.
+measurements of the same plan; a policy is compared only with the baseline of its own case, and how certain the
+difference is comes from paired tests.
 """
 
 from __future__ import annotations

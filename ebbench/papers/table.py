@@ -39,14 +39,22 @@ class PaperItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     remark: str
 
 
-class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is said of a table or figure: its ``title`` in the list, a table's ``heading`` and ``notes`` (one per
-    paragraph), a figure's ``caption``. Names in braces are constants of its module, or shared texts of its paper."""
+class TableText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is said of a table: its ``title`` in the list, the ``heading`` above it, ``notes`` below, one per paragraph.
+
+    Names in braces, in notes and captions, are constants of its module or shared texts of its paper.
+    """
 
     title: str
-    heading: str = ""
+    heading: str
     notes: str = ""
-    caption: str = ""
+
+
+class FigureText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is said of a figure: its ``title`` in the list and its ``caption``."""
+
+    title: str
+    caption: str
 
 
 class PaperTexts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -55,8 +63,8 @@ class PaperTexts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     paper: str
     shared: dict[str, str] = {}
-    tables: dict[str, Text] = {}
-    figures: dict[str, Text] = {}
+    tables: dict[str, TableText] = {}
+    figures: dict[str, FigureText] = {}
     items: tuple[PaperItem, ...] = ()
 
 
@@ -122,16 +130,21 @@ class Experiment:
     facts: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
-    def _described(self) -> tuple[Text, _Facts]:
+    def texts(self) -> PaperTexts:
+        """The texts of its paper."""
         for texts in map(paper_texts, PAPERS):
-            if (text := texts.tables.get(self.name) or texts.figures.get(self.name)) is not None:
-                return text, _Facts(self.facts, texts)
+            if self.name in texts.tables or self.name in texts.figures:
+                return texts
         raise KeyError(self.name)
 
     @property
     def title(self) -> str:
         """Its title in the list of tables or figures."""
-        return self._described[0].title
+        return (self.texts.tables.get(self.name) or self.texts.figures[self.name]).title
+
+    def worded(self, text: str) -> str:
+        """One of its texts in one line, with constants and shared texts for names in braces. Raises KeyError."""
+        return _Facts(self.facts, self.texts).filled(text)
 
     def setting(self, options: PaperOptions) -> Setting:
         """How the options differ from the published setting.
@@ -174,9 +187,9 @@ class PaperTable(Experiment):
 
     def document(self, options: PaperOptions, store: RunStore) -> Document:
         """Sections and notes, of which the last says how many runs are still to be made."""
-        text, facts = self._described
+        text = self.texts.tables[self.name]
         sections = tuple(self.sections(options, store))
-        notes = [facts.filled(note) for note in text.notes.split("\n\n") if note]
+        notes = [self.worded(note) for note in text.notes.split("\n\n") if note]
         notes += self.findings(options, store, sections) if self.findings else ()
         cells = self.cells(options)
         if absent := len(store.missing(cells)):
@@ -310,8 +323,7 @@ class PaperFigure(Experiment):
     @property
     def caption(self) -> str:
         """The words below it."""
-        text, facts = self._described
-        return facts.filled(text.caption)
+        return self.worded(self.texts.figures[self.name].caption)
 
     def drawn(self, options: PaperOptions, store: RunStore) -> tuple[Any, str]:
         """The chart and its caption, which says what was run where that is not the published setting; published values

@@ -277,6 +277,15 @@ def test_report_names_what_is_fitted_and_keeps_every_cell(tmp_path: Path) -> Non
     assert all_scores(cells)["predicted rows"] == []
 
 
+REPLAYED = ("ttft_mean_s", "ttft_p99_s", "tpot_mean_ms", "e2el_mean_s")
+TARGETS = [
+    "same winner where the published gap exceeds 2 %",
+    "gain over v1 within 5 points",
+    "median error of throughput",
+]
+WITH_LATER = "predicted rows, figure 4, table 6 and the repetition too"
+
+
 def test_command_writes_a_report_and_one_json_document(tmp_path: Path) -> None:
     result = CliRunner().invoke(
         app,
@@ -287,6 +296,24 @@ def test_command_writes_a_report_and_one_json_document(tmp_path: Path) -> None:
     scores_read = json.loads(result.stdout)
     assert all(score["met"] for score in scores_read["replayed run (nothing fitted)"])
     assert (tmp_path / "README.md").exists()
+
+
+def test_json_has_every_score_with_its_unit(tmp_path: Path) -> None:
+    """Scripts read these keys: the report of the committed figures, of which one group is made again."""
+    kept = ["fidelity", "--only", "replay", "--keep", "--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
+    result = CliRunner().invoke(app, [*kept, "--json"], catch_exceptions=False)
+    scores_read = json.loads(result.stdout)
+    assert scores_read.pop("report") == str(tmp_path / "README.md")
+    assert {name: [score["name"] for score in group] for name, group in scores_read.items()} == {
+        "replayed run (nothing fitted)": [f"replayed run, {metric}" for metric in REPLAYED],
+        **dict.fromkeys(
+            ("predicted rows", WITH_LATER, "predicted rows, no API server", "fitted rows", "all rows"), TARGETS
+        ),
+    }
+    for score in (score for group in scores_read.values() for score in group):
+        assert list(score) == ["name", "target", "reached", "count", "met", "unit"]
+        assert (type(score["reached"]), type(score["count"]), type(score["met"])) == (float, int, bool)
+        assert score["unit"] == "share"
 
 
 def test_command_refuses_unknown_groups_and_devices() -> None:

@@ -30,7 +30,7 @@ def test_the_published_gain_follows_from_the_published_rates() -> None:
         assert gain == pytest.approx(float(row["diff_percent_vs_v1"]), abs=0.8)
 
 
-def test_best_sizesurations_are_those_of_tables_14_to_16() -> None:
+def test_best_sizes_are_those_of_tables_14_to_16() -> None:
     assert best_sizes("rtx-pro-6000", "eb", "numinamath", "qwen3-8b") == (256, 4096)
     assert best_sizes("h200", "v1", "balanced", "qwen3-8b") == (512, 10240)
     assert best_sizes("rtx-pro-6000", "ebplus", "sharegpt", "qwen3-8b") == (1536, 14336), "others take eb's"
