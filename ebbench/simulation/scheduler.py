@@ -445,7 +445,8 @@ class Scheduler:
         priority = self.state.priority
         for row in self._arrived:
             self._received += 1
-            ranks[row] = self._received + (0 if priority is None else int(priority[row]) << 40)
+            # Priorities have 32 bits, and fewer requests than that come to an engine.
+            ranks[row] = self._received + (0 if priority is None else int(priority[row]) << 31)
             insort(self.waiting, row, key=ranks.__getitem__)
 
     def _drop_hung_up(self) -> None:

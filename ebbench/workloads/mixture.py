@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -95,10 +95,12 @@ class Mixture:
 
 
 _NAME = re.compile(r"[\w.-]{1,60}")
+_MOST_PRIORITY = 999_999_999
+_PRIORITY = Annotated[int, msgspec.Meta(ge=-_MOST_PRIORITY, le=_MOST_PRIORITY)]
 _CLASS = msgspec.defstruct(
     "Class",
     [
-        ("workload", str), ("share", float), ("goodput", str, ""), ("priority", int | None, None),
+        ("workload", str), ("share", float), ("goodput", str, ""), ("priority", _PRIORITY | None, None),
         *((name, kind | msgspec.UnsetType, msgspec.UNSET) for name, kind in _OF_A_CLASS.items()),
     ],
     forbid_unknown_fields=True, frozen=True, kw_only=True,

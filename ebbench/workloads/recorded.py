@@ -1,4 +1,4 @@
-"""What every log format yields, record by record: requests as recorded, and rows that were left out with the reason."""
+"""What every log format yields, record by record: requests as recorded, with their times, and rows left out."""
 
 from __future__ import annotations
 

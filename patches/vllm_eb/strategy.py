@@ -276,6 +276,12 @@ class Strategy:
 
     # Questions.
 
+    def decode_tokens(self, seqs: int) -> int:
+        """Tokens of a step that the decodes of ``seqs`` sequences take: each has its drafts verified, too."""
+        lengths = self.draft_lengths
+        drafts = len(self.lengths.drafts.acceptance) if lengths is None else lengths[min(seqs, len(lengths) - 1)]
+        return seqs * (1 + drafts)
+
     @property
     def seqs_allowed(self) -> int:
         """The batch limit N in sequences."""

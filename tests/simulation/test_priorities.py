@@ -38,6 +38,12 @@ def test_the_lowest_value_goes_first_then_the_earliest(policy: str) -> None:
     assert order == [0, 3, 1, 5, 2, 4], "the first comes to an idle server"
 
 
+def test_priorities_may_have_all_their_32_bits() -> None:
+    least, most = -(2**31), 2**31 - 1
+    made = with_priorities(plan([(20, 30)] * 6, gap_ns=1000), [0, most, most, least, least, None])
+    assert first_scheduled(World(made, "v1", OPTIONS)) == [0, 3, 4, 5, 1, 2]
+
+
 @given(worlds())
 def test_equal_priorities_are_first_come_first_served(world: World) -> None:
     roomy = replace(world.options, num_kv_blocks=5000)  # without preemptions, which have another victim and place

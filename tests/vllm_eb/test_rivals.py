@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,16 +19,17 @@ from vllm_eb.policies.delayer import ATTEMPTS, LargestPrefill
 from vllm_eb.policy import PolicyError, least_tokens, parse_policy
 from vllm_eb.queueing import SHORTEST_EVERY_S, ShortestFirst
 from vllm_eb.strategy import View
+from vllm_eb.theory import NO_DRAFTS, Drafts
 
 CALIBRATION = Calibration(alpha_p=5e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-5)
 VIEW = View(now_s=0.0, step_id=0, decoding=40, prefilling=0, waiting=0, free_blocks=900)
 BUDGET, SEQS = 8192, 100
 
 
-def controller(policy: str) -> Controller:
+def controller(policy: str, drafts: Drafts = NO_DRAFTS) -> Controller:
     return Controller(
         parse_policy(policy), CALIBRATION, max_num_seqs=SEQS, block_size=16, num_blocks=1000,
-        max_num_batched_tokens=BUDGET,
+        max_num_batched_tokens=BUDGET, drafts=drafts,
     )  # fmt: skip
 
 
@@ -213,6 +216,35 @@ def test_without_prompts_or_decodes_the_whole_budget_is_left() -> None:
     made = controller("slochunk:tpot=0.02")
     assert made.decide(VIEW).token_budget is None
     assert made.decide(VIEW._replace(decoding=0, waiting=9)).token_budget is None
+
+
+# Speculative decoding: a decode takes the tokens of its drafts, too.
+
+DRAFTS = Drafts((0.0,) * 5)
+
+
+@pytest.mark.parametrize("policy", ["ppas:cap=128", "slochunk:tpot=0.001,least=128"])
+def test_drafts_leave_prompts_their_tokens_of_a_step(policy: str) -> None:
+    view = VIEW._replace(waiting=9)
+    assert controller(policy).decide(view).token_budget == view.decoding + 128
+    assert controller(policy, DRAFTS).decide(view).token_budget == 6 * view.decoding + 128
+
+
+def test_drafts_fill_the_step_that_prompts_wait_for() -> None:
+    few = VIEW._replace(waiting=4, prompt_tokens=BUDGET // 2 - 6 * VIEW.decoding)
+    policy = "batchwait:iters=9,ratio=0.5"
+    assert controller(policy).decide(few).phase == "decode"
+    assert controller(policy, DRAFTS).decide(few).phase == "mixed"
+    assert controller(policy, DRAFTS).decide(few._replace(prompt_tokens=few.prompt_tokens - 1)).phase == "decode"
+
+
+def test_a_tpot_target_with_drafts_is_of_tokens_not_of_steps() -> None:
+    view = VIEW._replace(waiting=9)
+    drafted = controller("slochunk:tpot=0.02,least=1", replace(DRAFTS, acceptance=(0.5, 0.5)))
+    budget, longer = drafted.decide(view).token_budget, controller("slochunk:tpot=0.04,least=1").decide(view)
+    assert budget is not None
+    assert longer.token_budget is not None
+    assert budget - 3 * view.decoding == longer.token_budget - view.decoding
 
 
 # Cadence without the escape

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from ebbench.cli.main import app
 from ebbench.client.bodies import RequestBodies
 from ebbench.client.session_plan import plan_sessions
-from ebbench.errors import UsageError
+from ebbench.errors import InputFileError, UsageError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records.manifest import plan_hash
 from ebbench.records.plan import Plan
@@ -207,6 +207,13 @@ def test_a_server_that_does_not_schedule_by_priority_is_refused() -> None:
     done = CliRunner().invoke(app, run)
     assert done.exit_code == 2
     assert "add --scheduling-policy priority" in " ".join(done.output.split())
+
+
+def test_a_priority_beyond_what_a_server_takes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "two.toml"
+    path.write_text(FILE.replace("priority = 0", "priority = 99_999_999_999"))
+    with pytest.raises(InputFileError, match="<= 999999999"):
+        plan_of(str(path))
 
 
 def test_results_of_a_class_have_its_priority(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The grid over token budget B and batch size N: tables 14 to 16 of the EB paper."""
+"""Workloads in the EB paper: tables 2, 4, 17, figures 4 to 6; grids over token budget B and batch size N: 14 to 16."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class FullerSteps(Strategy):
 
     def choose(self, view: View, phases: PhaseState) -> StepChoice:
         """A decode step while a mixed one would have too few tokens."""
-        few = 0 < view.prompt_tokens < self._enough - view.decoding
+        few = 0 < view.prompt_tokens < self._enough - self.decode_tokens(view.decoding)
         if few and view.decodes and self._waited < self._iters:
             self._waited += 1
             return self._decode

@@ -317,7 +317,7 @@ class MarginalPolicy(Strategy):
             self._steps.begin((refill + view.prefilling) * max(self.lengths.mu_new, 1.0))
             return self._refill_budget()
         cheapest = self._steps.cheapest
-        return None if cheapest is None or way == "decode" else view.decoding + cheapest
+        return None if cheapest is None or way == "decode" else self.decode_tokens(view.decoding) + cheapest
 
     def _refill_budget(self) -> int | None:
         """Tokens of the next step of an exclusive refill.

@@ -48,7 +48,7 @@ class CappedPrompts(Strategy):
         free = self.engine.max_num_seqs - view.idle_sessions - view.decoding - view.prefilling
         if not view.decodes or view.prefilling + min(view.waiting, max(free, 0)) < self._prompts:
             return self._whole
-        return StepChoice("mixed", "mb", token_budget=view.decoding + self._cap)
+        return StepChoice("mixed", "mb", token_budget=self.decode_tokens(view.decoding) + self._cap)
 
 
 POLICY = PPas
