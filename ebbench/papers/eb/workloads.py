@@ -17,7 +17,7 @@ from ebbench.analysis.documents import (
     comparison,
     labels,
     relative,
-)  # fmt: skip
+)
 from ebbench.analysis.sensitivity import Sensitivity, sensitivity
 from ebbench.devices.costs import TableCost
 from ebbench.devices.loader import DEFAULT_HOST, load_device
@@ -34,7 +34,7 @@ from ebbench.papers.published import (
     gpu_title,
     model_title,
     pick,
-)  # fmt: skip
+)
 from ebbench.papers.table import (
     PaperFigure,
     PaperTable,
