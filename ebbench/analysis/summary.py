@@ -40,6 +40,7 @@ from ebbench.analysis.metrics import (
 )
 from ebbench.analysis.sessions import SESSIONS, SessionFigures, figures_by_class, sessions_table
 from ebbench.analysis.validity import FAILURE_COLUMNS, Failure, failures_by_cause, merge_failures
+from ebbench.errors import UsageError
 from ebbench.records.run import Run
 from ebbench.records.schema import REQUESTS_EXTRAS
 from ebbench.records.warnings import ESTIMATED, RunWarning, shown_text, told_columns
@@ -324,7 +325,8 @@ def _column_type(value: Any) -> pa.DataType:
 def summarise(run: Run, slo: Slo | None = None) -> Summary:
     """Summarise a whole run. ``slo`` None uses the limits of the run.
 
-    Raises DataError for damaged files, UsageError if ``slo`` limits a class that no request has.
+    Raises DataError for damaged files, UsageError if ``slo`` limits a class that no request has, or tokens of
+    answers without any.
     """
     slo, columns, windows = _measured_by(run, slo)
     return make_summary(run, measure(columns, slo=slo, windows=windows), slo, columns)
@@ -352,6 +354,9 @@ def _measured_by(run: Run, slo: Slo | None) -> tuple[Slo, RequestColumns, tuple[
     columns = RequestColumns.of(metric_columns(run))
     if slo is not None:
         refuse_unknown_classes([name for name, _ in slo.classes], columns.classes)
+        of_tokens = [name for name in slo.limits() if name.rpartition(":")[2] != "e2el"]
+        if of_tokens and columns.ok.any() and not columns.generated.any():
+            raise UsageError(f"{of_tokens[0]}: answers of {run.path} have no tokens; limit e2el")
     limits = slo_from_limits(run.manifest.slo) if slo is None else slo
     return limits, columns, steady_windows(columns, run.manifest.phases)
 

@@ -618,6 +618,8 @@ def test_tables_of_answers_without_tokens_rank_by_prompts(tmp_path: Path) -> Non
     assert "prompt tokens/s over the whole run" in both or "differ by" in both
     for command in (("show", tmp_path / "a", "--as", "all"), ("figures", "slo", tmp_path / "a", "-o", tmp_path)):
         assert "answers have no tokens" in invoke(*command).output
+    refused = invoke("show", tmp_path / "a", "--goodput", "ttft:100")
+    assert (refused.exit_code, "have no tokens; limit e2el" in " ".join(refused.output.split())) == (2, True)
     for form in ("vllm", "llm-d", "otava"):
         invoke("runs", "export", tmp_path / "a", "--as", form, "-o", tmp_path / "out")
     of_vllm = json.loads((tmp_path / "out" / "a.vllm.json").read_text())
