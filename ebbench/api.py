@@ -44,6 +44,7 @@ from ebbench.errors import (
 )
 from ebbench.process.termination import Signals, stoppable_from
 from ebbench.records.run import Run, find_runs, unused
+from ebbench.records.warnings import counted
 from ebbench.render import figures, report
 from ebbench.render.documents import Console, ProgressEvent, as_html
 from ebbench.run_policies import MadeRuns, in_order, make_runs, series_and_output
@@ -578,7 +579,7 @@ def _say_kept(done: MadeRuns, error: BaseException) -> None:
     """Note on the error where the finished runs are."""
     if done.results:
         places = ", ".join(repr(str(result.run.path)) for result in done.results)
-        error.add_note(f"{len(done.results)} run(s) are kept: eb.load({places})")
+        error.add_note(f"kept {counted(len(done.results), 'run')}: eb.load({places})")
 
 
 @contextmanager

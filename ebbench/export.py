@@ -23,6 +23,7 @@ from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.metrics import itl_ns, tpot_ns
 from ebbench.analysis.summary import Summary, summarise
 from ebbench.analysis.units import FIGURES, GateUnit, is_higher_better
+from ebbench.analysis.verdict import GATED, gated_by_default
 from ebbench.config.topology import PoolSpec, TopologySpec, parse_topology
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.foreign.documents import csv_cell
@@ -178,10 +179,11 @@ def _length(tokens: npt.NDArray[np.int64]) -> dict[str, Any]:
 
 
 def _aggregate(summary: Summary, columns: RequestColumns) -> dict[str, Any]:
-    m, ok = summary.metrics, columns.ok
-    ttft = (columns.first_token - columns.intended)[ok] / 1e9
-    e2el = (columns.last_token - columns.intended)[ok] / 1e9
+    m, ok, generated = summary.metrics, columns.ok, columns.generated
+    ttft = (columns.first_token - columns.intended)[generated] / 1e9
+    e2el = (columns.last_token - columns.intended) / 1e9
     tpot = tpot_ns(columns, ok) / 1e9
+    per_token = e2el[generated] / columns.output_tokens[generated]
     incomplete = sum(m.counts[name] for name in ("timed_out", "cancelled", "abandoned", "never_sent"))
     inputs = None if not m.duration_s else m.total_input_tokens / m.duration_s
     return {
@@ -196,8 +198,8 @@ def _aggregate(summary: Summary, columns: RequestColumns) -> dict[str, Any]:
             "time_to_first_token": _statistics("s", ttft),
             "time_per_output_token": _statistics("s/token", tpot),
             "inter_token_latency": _statistics("s/token", itl_ns(columns, ok) / 1e9),
-            "normalized_time_per_output_token": _statistics("s/token", e2el / np.maximum(columns.output_tokens[ok], 1)),
-            "request_latency": _statistics("s", e2el),
+            "normalized_time_per_output_token": _statistics("s/token", per_token),
+            "request_latency": _statistics("s", e2el[ok]),
         }),
         "throughput": _without_none({
             "input_token_rate": _mean("tokens/s", inputs),
@@ -289,10 +291,11 @@ def vllm_result(run: Run, summary: Summary) -> dict[str, Any]:
     intended, sent = columns["intended_ns"], columns["sent_ns"]
     ok = [status == "ok" for status in columns["status"]]
     texts = columns.get("text", [None] * len(ok))
+    tokens = [n or 0 if good else 0 for n, good in zip(columns["output_tokens"], ok, strict=True)]
     lists: dict[str, list[Any]] = {
         "input_lens": [n or 0 for n in columns["input_tokens"]],
-        "output_lens": [n or 0 if good else 0 for n, good in zip(columns["output_tokens"], ok, strict=True)],
-        "ttfts": [_since(*row) for row in zip(ok, intended, columns["first_token_ns"], strict=True)],
+        "output_lens": tokens,
+        "ttfts": [_since(n > 0, *row) for n, *row in zip(tokens, intended, columns["first_token_ns"], strict=True)],
         "itls": [
             [_seconds(g) for g in gaps or ()] if good else [] for gaps, good in zip(columns["itl_ns"], ok, strict=True)
         ],
@@ -322,13 +325,13 @@ def _peaks(lists: Mapping[str, list[Any]]) -> dict[str, float | int]:
     start_s = np.array([lists["start_times"][row] for row in done])
     start_s -= start_s.min()
     latency_s = np.array([lists["latencies"][row] for row in done])
-    gaps = [np.cumsum([lists["ttfts"][row], *lists["itls"][row]]) for row in done]
+    gaps = [np.cumsum([lists["ttfts"][row], *lists["itls"][row]] if lists["output_lens"][row] else []) for row in done]
     token_s = np.concatenate([start + times for start, times in zip(start_s, gaps, strict=True)])
     opened, closed = start_s.astype(int), (start_s + latency_s).astype(int)
     change = np.bincount(opened, minlength=closed.max() + 2)
     change -= np.bincount(closed + 1, minlength=len(change))
     return {
-        "max_output_tokens_per_s": float(np.bincount(token_s.astype(int)).max()),
+        "max_output_tokens_per_s": float(np.bincount(token_s.astype(int), minlength=1).max()),
         "max_concurrent_requests": int(np.cumsum(change).max()),
     }
 
@@ -380,7 +383,9 @@ def otava_series(runs: Sequence[Run]) -> list[Series]:
 
 
 def _series(kind: trend.SeriesKind, points: Sequence[trend.Point]) -> Series:
-    means = {name: [_geometric_mean(point.units, name) for point in points] for name in FIGURES}
+    gated = gated_by_default([unit for point in points for unit in point.units])
+    names = FIGURES if gated == GATED else (*gated, *(name for name in FIGURES if name not in GATED))
+    means = {name: [_geometric_mean(point.units, name) for point in points] for name in names}
     shown = {name: column for name, column in means.items() if any(value is not None for value in column)}
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -16,6 +16,7 @@ from ebbench.engines.setup import make_engine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.process.termination import held
 from ebbench.records.run import NotStoredError, default_run_dir, new_directory, slug, unused
+from ebbench.records.warnings import counted
 from ebbench.runs import prepare
 from ebbench.runs.execute import measured, planned
 from ebbench.runs.file import FURTHER
@@ -352,7 +353,7 @@ def _show(series: Series, output: Output, done: MadeRuns) -> None:
 
 def _verdict(done: MadeRuns) -> None:
     if done.interrupted:
-        kept = f"kept {len(done.summaries)} run(s)" if done.summaries else "nothing was measured yet"
+        kept = f"kept {counted(len(done.summaries), 'run')}" if done.summaries else "nothing was measured yet"
         raise InterruptedRunError(f"interrupted; {kept}")
     invalid = [summary for summary in done.summaries if not summary.valid]
     if invalid:

@@ -1,7 +1,8 @@
 """Groups runs into cases: one case per load and environment. Every table, page and sentence uses this grouping.
 
 Runs that differ in rate, concurrency, device, topology, workload or scheduler settings are not averaged, nor are two
-measurements of the same plan; a policy is compared only with the baseline of its own case.
+measurements of the same plan; a policy is compared only with the baseline of its own case, and how certain the
+difference is comes from paired tests.
 """
 
 from __future__ import annotations
@@ -133,9 +134,19 @@ def baseline_group(groups: Sequence[Group]) -> Group:
     return next((group for group in groups if group.policy == "v1"), groups[0])
 
 
-def output_throughput(metrics: Metrics) -> float | None:
-    """Output tokens/s over the whole run, the default figure for ranking."""
-    return metrics.output_throughput
+def throughput(metrics: Metrics) -> float | None:
+    """Output tokens/s over the whole run, the default figure for ranking; of prompts where answers have no tokens."""
+    return metrics.input_throughput if _answers_lack_tokens(metrics) else metrics.output_throughput
+
+
+def _answers_lack_tokens(metrics: Metrics) -> bool:
+    return metrics.completed > 0 and not metrics.total_output_tokens
+
+
+def without_tokens(groups: Sequence[Group]) -> bool:
+    """Whether answers have no output tokens: embeddings and the like."""
+    metrics = [summary.metrics for group in groups for summary in group.summaries if summary.metrics.completed]
+    return bool(metrics) and all(map(_answers_lack_tokens, metrics))
 
 
 def request_goodput(metrics: Metrics) -> float | None:
@@ -165,11 +176,14 @@ def alike(rates: Sequence[float | None]) -> bool:
 
 
 def steady_throughput(metrics: Metrics) -> float | None:
-    """Output tokens/s inside the steady window."""
-    return metrics.steady.output_throughput if metrics.steady else None
+    """As :func:`throughput`, inside the steady window."""
+    if metrics.steady is None:
+        return None
+    both = _answers_lack_tokens(metrics)  # then all tokens are those of prompts
+    return metrics.steady.total_token_throughput if both else metrics.steady.output_throughput
 
 
-def gain(group: Group, baseline: Group, figure: Figure = output_throughput) -> Gain | None:
+def gain(group: Group, baseline: Group, figure: Figure = throughput) -> Gain | None:
     """Relative gain of ``group`` over ``baseline`` in ``figure``, over the plans that both ran.
 
     None if one of the runs is INVALID, no plan is common, or a figure is undefined.
@@ -200,7 +214,7 @@ def paired_by_plan(group: Group, baseline: Group) -> list[tuple[Summary, Summary
     return pairs
 
 
-def ranked(groups: Sequence[Group], figure: Figure = output_throughput) -> list[Group]:
+def ranked(groups: Sequence[Group], figure: Figure = throughput) -> list[Group]:
     """Groups that have the figure, best first."""
     scored = [(value, group) for group in groups if (value := group.mean(figure)) is not None]
     return [group for _, group in sorted(scored, key=lambda pair: -pair[0])]
@@ -441,7 +455,7 @@ ALPHA = 0.05
 """Probability of calling any difference shown if there is none, over all tests of a comparison."""
 
 TESTED: Mapping[str, Figure] = {
-    "output_throughput": output_throughput,
+    "output_throughput": throughput,
     "median_ttft_ms": lambda metrics: metrics.ttft.median,
     "median_tpot_ms": lambda metrics: metrics.tpot.median,
 }
@@ -508,7 +522,7 @@ def deciding_figure(groups: Sequence[Group]) -> Figure:
     arrivals, else output throughput."""
     if all(group.mean(request_goodput) for group in groups):
         return request_goodput
-    return request_time if all_keep_up(groups) else output_throughput
+    return request_time if all_keep_up(groups) else throughput
 
 
 StopReason = Literal["", "shown", "equal", "copies"]

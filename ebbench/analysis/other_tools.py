@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ebbench.analysis.columns import MISSING, Ints, Mask, RequestColumns
 from ebbench.analysis.metrics import NS_PER_MS, Distribution, Slo
 from ebbench.analysis.summary import metric_columns, summarise
-from ebbench.errors import UnknownNameError
+from ebbench.errors import DataError, UnknownNameError
 from ebbench.records.run import Run
 
 Floats = npt.NDArray[np.float64]
@@ -252,9 +252,15 @@ class RunAs:
 
 
 def read_as(run: Run, tools: Sequence[Tool], slo: Slo | None = None) -> RunAs:
-    """A stored run by the definitions of ``tools``; ``slo`` None uses the limits of the run."""
+    """A stored run by the definitions of ``tools``; ``slo`` None uses the limits of the run.
+
+    Raises DataError for answers without tokens (embeddings).
+    """
     summary = summarise(run, slo)
-    readings = figures_as(RequestColumns.of(metric_columns(run)), summary.slo, tools)
+    columns = RequestColumns.of(metric_columns(run))
+    if columns.ok.any() and not columns.generated.any():
+        raise DataError(f"{run.path}: its answers have no tokens, which all other tools' figures are of")
+    readings = figures_as(columns, summary.slo, tools)
     own: dict[str, float | None] = {}
     for name in LATENCIES:
         distribution: Distribution = getattr(summary.metrics, name)

@@ -96,7 +96,7 @@ def recoveries(run: Run) -> tuple[Recovery, ...]:
 
 def ttft_recovery(columns: RequestColumns, phase: str) -> float | None:
     """TTFT recovery of a phase as defined above (s); None with fewer than 80 requests."""
-    rows = columns.ok & (columns.phase == phase)
+    rows = columns.generated & (columns.phase == phase)
     order = np.argsort(columns.intended[rows], kind="stable")
     intended = columns.intended[rows][order] / 1e9
     ttft = (columns.first_token - columns.intended)[rows][order]
@@ -138,7 +138,8 @@ def token_times(columns: RequestColumns) -> tuple[npt.NDArray[np.float64], npt.N
         later = np.zeros(0, np.int64)
     weight = np.where(counts > 0, (columns.output_tokens[ok] - 1) / np.maximum(counts, 1), 0.0)
     times = np.concatenate([firsts, later])
-    tokens = np.concatenate([columns.input_tokens[ok] + 1.0, np.repeat(weight, counts)])
+    with_first = columns.input_tokens[ok] + np.minimum(columns.output_tokens[ok], 1.0)
+    tokens = np.concatenate([with_first, np.repeat(weight, counts)])
     order = np.argsort(times, kind="stable")
     return times[order] / 1e9, tokens[order]
 

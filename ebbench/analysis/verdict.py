@@ -46,7 +46,7 @@ from ebbench.analysis.units import (
     require_one_environment,
 )
 from ebbench.errors import DataError, UnknownNameError, UsageError
-from ebbench.records.warnings import ABOUT_SERVER, WARM_CACHE, Fact, fact, listed_seeds
+from ebbench.records.warnings import ABOUT_SERVER, WARM_CACHE, Fact, counted, fact, listed_seeds
 
 Outcome = Literal["pass", "fail", "inconclusive"]
 GATED = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
@@ -205,7 +205,7 @@ def require_comparable(
 
 def _other_plan(count: int, units: Sequence[GateUnit], side: str) -> str:
     return (
-        f"plan: {count} plan(s) ({listed_seeds(_seeds(units))}) have no run of the same plan in the {side}; "
+        f"plan: the {side} has no run of {counted(count, 'plan')} ({listed_seeds(_seeds(units))}); "
         "measure both sides with the same seeds, requests and traffic"
     )
 

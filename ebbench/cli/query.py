@@ -11,12 +11,11 @@ from ebbench.errors import UnknownNameError, UsageError
 from ebbench.runs.stored import RunRoots
 
 FORMATS = ("table", "csv", "json", "parquet")
+_VIEWS = "One select over runs, summary, requests, classes, sessions, steps, decisions, plan, server_metrics."
 
 
 def query(
-    sql: Annotated[
-        str, typer.Argument(help="One select over runs, summary, classes, requests, sessions, steps, decisions, plan.")
-    ],
+    sql: Annotated[str, typer.Argument(help=_VIEWS)],
     runs: RunRoots = None,
     form: Annotated[str, typer.Option("--format", "-f", help="table, csv, json or parquet (with --output).")] = "table",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to a file.")] = None,

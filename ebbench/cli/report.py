@@ -92,6 +92,7 @@ def _watch(runs: Sequence[Path], port: int, title: str, slo: Slo | None, *, all_
 
 def _page(runs: Sequence[Run], target: Path, title: str, slo: Slo | None, *, all_percentiles: bool,
           searches: Sequence[SearchSection] = ()) -> None:  # fmt: skip
+    from ebbench.records.warnings import counted
     from ebbench.report import page
     from ebbench.report.comparison import paired_tables
     from ebbench.report.page_data import report_page
@@ -100,7 +101,7 @@ def _page(runs: Sequence[Run], target: Path, title: str, slo: Slo | None, *, all
     shown_page = report_page(runs, title=title, slo=slo, extra=extra, notes=notes, all_percentiles=all_percentiles,
                     searches=searches)  # fmt: skip
     page.write(shown_page, target)
-    typer.echo(f"wrote {target} ({target.stat().st_size / 1e6:.1f} MB, {len(runs)} run(s))", err=True)
+    typer.echo(f"wrote {target} ({target.stat().st_size / 1e6:.1f} MB, {counted(len(runs), 'run')})", err=True)
 
 
 report.command_class = GoodputCommand  # type: ignore[attr-defined]

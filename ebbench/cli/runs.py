@@ -96,16 +96,14 @@ def prune(
     from ebbench.report.listing import remove_asked
     from ebbench.sizing.command import prune_probes
 
-    selected = [
-        run for run in stored.listed(runs or stored.DEFAULT_ROOTS).only(filters).runs if run.kind != "unfinished"
-    ]
-    if not probes:
-        chosen = stored.prunable(selected, filters, keep_last, older_than)
+    if probes and (dry_run or keep_last is not None or older_than is not None):
+        raise UsageError("--probes removes no run: leave out --dry-run, --keep-last and --older-than")
+    listing = stored.listed(runs or stored.DEFAULT_ROOTS).only(filters)
+    if probes:
+        typer.echo(prune_probes([run.path for run in listing.runs if run.kind == "search"]))
+    else:
+        chosen = stored.prunable(listing.runs, filters, keep_last, older_than)
         remove_asked(chosen, runs or stored.DEFAULT_ROOTS, yes=yes, dry_run=dry_run)
-        return
-    searches = [run for run in selected if run.kind == "search"]
-    saved = sum(prune_probes(run.path) for run in searches if not dry_run)
-    typer.echo(f"freed {saved / 1e6:.1f} MB of the probes of {len(searches)} searches")
 
 
 @app.command("move", cls=Command)

@@ -14,7 +14,7 @@ from ebbench.errors import RunError
 from ebbench.spec.commands import setting
 
 GRACE_S = 30.0  # time for vLLM to end after an interruption
-_COSTS = "Costs (for eb and ebplus)"
+_COSTS = "Costs (for eb, ebplus, marginal and slochunk)"
 cost, emulation = under(_COSTS), under("Emulation")
 
 

@@ -28,7 +28,7 @@ from ebbench.config.server_url import ServerUrl
 from ebbench.errors import EbbenchError, RunError, UsageError
 from ebbench.network.credentials import KEY_VARIABLES
 from ebbench.process.ray_connection import given_address, joined, ray_for
-from ebbench.records.warnings import RunWarning, warning
+from ebbench.records.warnings import RunWarning, counted, warning
 from ebbench.spec.client import ClientOptions
 
 START_S = 60.0
@@ -109,7 +109,7 @@ def _nodes_that_send(ray: Any, asked: int | None) -> list[dict[str, Any]]:
     count = len(able) if asked is None else asked
     if count > len(able) or not able:
         raise UsageError(
-            f"--workers ray:{count or 1}: the Ray cluster has {len(able)} node(s) with a CPU; start more with "
+            f"--workers ray:{count or 1}: the Ray cluster has {counted(len(able), 'node')} with a CPU; start more with "
             "`ray start --address=HOST:PORT` on other machines, or ask for fewer"
         )
     return able[:count]

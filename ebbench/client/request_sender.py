@@ -226,8 +226,6 @@ class HttpExchange(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the event loop when the connection closes before the exchange is complete."""
         self._parser = None
-        if not self._start.done():
-            self._connection.unanswered()
         self._connection.detach()
         framed = b"content-length" in self.headers or b"transfer-encoding" in self.headers
         if exc is None and self._start.done() and not framed:

@@ -1,1 +1,1 @@
-"""Configuration formats: strict TOML files, setting strings, topologies."""
+"""Declared settings and their options, topologies, addresses of servers."""

@@ -1,4 +1,4 @@
-"""Queue of requests held back: those left from earlier cycles before new ones, longest first within each group."""
+"""Algorithms 1 to 3 of Tian et al. (2025): the queue of held requests, the interval, chunks of a pass, decode units."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from ebbench.analysis.environment import LATER as LATER_CONDITIONS
 from ebbench.analysis.units import FIGURES, MEASURED, GateUnit, load_units
 from ebbench.errors import DataError, UsageError
 from ebbench.records import files
+from ebbench.records.warnings import counted
 
 BASELINES = pa.schema(
     [
@@ -44,7 +45,7 @@ def save_runs(runs: Sequence[Path], path: Path) -> str:
         raise UsageError("--save-baseline needs run directories")
     units = load_units(runs)
     rows = save_baseline(units, path)
-    return f"{path}: stored {len(units)} run(s) as baseline, {rows} row(s) in all"
+    return f"{path}: stored {counted(len(units), 'run')} as baseline, {counted(rows, 'row')} in all"
 
 
 def save_baseline(units: Sequence[GateUnit], path: Path) -> int:

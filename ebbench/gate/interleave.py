@@ -32,6 +32,7 @@ from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.manifest import Manifest
 from ebbench.records.run import MANIFEST, Run, find_runs, read_manifest, unused
+from ebbench.records.warnings import counted
 from ebbench.render.documents import Console
 from ebbench.render.live import Work, shown
 from ebbench.runs.stored import run_paths
@@ -175,7 +176,7 @@ def measure(sides: GateSides, wanted: PairsWanted, messages: Console) -> None:
 
     def tell(line: str) -> None:
         if not work.doing:
-            messages.say(f"measuring {'at most ' * rules.sequential}{most} pairs")
+            messages.say(f"measuring {'at most ' * rules.sequential}{counted(most, 'pair')}")
         work.doing = line
         messages.say(line)
 
@@ -186,7 +187,7 @@ def measure(sides: GateSides, wanted: PairsWanted, messages: Console) -> None:
         verdict = sides.judged(with_detectable=False)
         cause = f": {verdict.cause.worded(VERDICTS)}" if verdict.cause else ""
         goes_on = f", continuing{cause}" if verdict.outcome == "inconclusive" and pairs < most else ""
-        messages.say(f"after {pairs} pairs: {verdict.outcome}{goes_on}")
+        messages.say(f"after {counted(pairs, 'pair')}: {verdict.outcome}{goes_on}")
         return verdict.outcome != "inconclusive"
 
     before = Side(sides.baseline, wanted.baseline_command or "")

@@ -27,7 +27,7 @@ from ebbench.foreign.documents import markdown
 from ebbench.gate import self_test as gate_trials
 from ebbench.gate.self_test import SelfTest, TrialTally
 from ebbench.records import files
-from ebbench.records.warnings import Fact, RunWarning, Texts
+from ebbench.records.warnings import Fact, RunWarning, Texts, counted
 from ebbench.render import numbers
 from ebbench.render.documents import Console, section_tables
 from ebbench.render.sentences import PAIRING, SKIPPED
@@ -186,7 +186,7 @@ VERDICTS: Texts = {
         f"{', '.join(label_of(figure) for figure in figures)} cannot be judged, since some runs have no value or zero"
     ),
     "nothing_gated": "no gated figure is defined in every run",
-    "too_few_pairs": "{pairs} pair(s) where the test needs {needed}; measure more",
+    "too_few_pairs": lambda pairs, needed: f"{counted(pairs, 'pair')} where the test needs {needed}; measure more",
     "undecided": _undecided,
     "worse": lambda losses: "; ".join(f"{label_of(figure)} is {loss:.1%} worse" for figure, loss in losses.items()),
     # What explains the spread of pairs.
@@ -266,8 +266,8 @@ def _cells(entry: Judged) -> list[str]:
 
 def _legend(verdict: Verdict) -> str:
     head = (
-        f"{len(verdict.pairs)} pairs; worse by: latency over the baseline's, baseline's rate over the candidate's, "
-        "geometric mean over the pairs, negative is better; "
+        f"{counted(len(verdict.pairs), 'pair')}; worse by: latency over the baseline's, baseline's rate over the "
+        "candidate's, geometric mean over the pairs, negative is better; "
     )
     if verdict.rules.sequential:
         margins = [f"{label_of(entry.figure)} {100 * entry.margin:g} %" for entry in verdict.judged if entry.gated]

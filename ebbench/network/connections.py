@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import ssl
 import time
 from collections import deque
@@ -97,11 +98,14 @@ class ProtocolError(TransportError):
 
 
 class BaseConnection(asyncio.Protocol):
-    """A connection that can be kept in a pool. ``answered``: whether a response has begun on it."""
+    """A connection that can be kept in a pool.
+
+    ``answered``: whether a response has begun on it; ``aborted``: whether it was closed here. Times are monotonic ns.
+    """
 
     def __init__(self, connections: Connections[Any]) -> None:
-        self.idle_since_ns = self.used_since_ns = 0
-        self.answered = False
+        self.idle_since_ns = self.used_since_ns = self.answered_ns = 0
+        self.answered = self.aborted = False
         self.transport: asyncio.Transport | None = None
         self._connections = connections
 
@@ -110,8 +114,23 @@ class BaseConnection(asyncio.Protocol):
         """Whether the connection is open."""
         return self.transport is not None and not self.transport.is_closing()
 
+    @property
+    def hung_up(self) -> bool:
+        """Whether it is closed, or the server's close has come, which a busy event loop has not read yet.
+
+        An idle connection has nothing else to read; with TLS it may have session tickets, so that this is unknown.
+        """
+        if self.transport is None or self.transport.is_closing():
+            return True
+        if self.transport.get_extra_info("sslcontext") is not None:
+            return False
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
+        return bool(poll.poll(0))
+
     def abort(self) -> None:
         """Close at once."""
+        self.aborted = True
         if self.transport is not None:
             self.transport.abort()
 
@@ -126,12 +145,15 @@ class BaseConnection(asyncio.Protocol):
     def begun(self) -> None:
         """Note that a response has begun."""
         self._connections.answered(self, first=not self.answered)
-        self.answered = True
+        self.answered, self.answered_ns = True, time.monotonic_ns()
 
-    def unanswered(self) -> None:
-        """The server closes the connection instead of answering; behind an answer, if it has just given one."""
-        if self.answered and self.used_since_ns - self.idle_since_ns < _BEHIND_NS:
-            self._connections.closes_behind_answers()
+    def closed_behind_answer(self) -> bool:
+        """Whether the server closed it right behind an answer, while it was idle or instead of answering again."""
+        if not self.answered or self.aborted:
+            return False
+        idle = self.used_since_ns < self.idle_since_ns
+        used_ns = time.monotonic_ns() if idle else self.used_since_ns
+        return (idle or self.answered_ns < used_ns) and used_ns - self.idle_since_ns < _BEHIND_NS
 
     def detach(self) -> None:
         """Forget the transport, which is closed."""
@@ -253,18 +275,23 @@ class Connections(Generic[W]):
     def take(self) -> W | None:
         """An idle connection that is not too old, or None."""
         self._close_old()
-        connection: W | None = None
-        if self._idle and self._stays_open:
-            connection = self._idle.pop()
-        elif self._idle and time.monotonic_ns() - self._idle[0].idle_since_ns >= _CLOSED_SOON_NS:
-            connection = self._idle.popleft()
-        elif self._ahead:
-            connection = self._ahead.popleft()
+        connection = self._next_idle()
+        while connection is not None and connection.hung_up:
+            self._closed_by_server(connection)
+            connection.abort()
+            connection = self._next_idle()
         if connection is not None:
             self._begin_use(connection, time.monotonic_ns())
         if self._wants_more() and self.refill is None:
             self.refill = asyncio.create_task(self._open_reserve())
         return connection
+
+    def _next_idle(self) -> W | None:
+        if self._idle and self._stays_open:
+            return self._idle.pop()
+        if self._idle and time.monotonic_ns() - self._idle[0].idle_since_ns >= _CLOSED_SOON_NS:
+            return self._idle.popleft()
+        return self._ahead.popleft() if self._ahead else None
 
     def give(self, connection: W) -> None:
         """Return an idle connection to the pool."""
@@ -274,19 +301,23 @@ class Connections(Generic[W]):
             self._expire_later()
 
     def lost(self, connection: W) -> None:
-        """Forget a connection that is closed. A server that closes one before its use wants none opened ahead."""
+        """Forget a connection that is closed."""
         if connection in self._ahead:
             self._ahead.remove(connection)
-            self.reserve = 0
-        elif connection in self._idle and time.monotonic_ns() - connection.idle_since_ns < _BEHIND_NS:
-            self.closes_behind_answers()
+            self._closed_by_server(connection)
+        elif connection.answered:
+            self._closed_by_server(connection)
         self._held.discard(connection)
         self.waiting.pop(connection, None)
         self._freed.pop(connection, None)
 
-    def closes_behind_answers(self) -> None:
-        """The server closed a connection behind an answer: every request has its own from now on."""
-        self.reuse = False
+    def _closed_by_server(self, connection: W) -> None:
+        """A server that closes connections before their use wants none opened ahead. If it closes one behind an answer,
+        every request has its own from now on."""
+        if not connection.answered:
+            self.reserve = 0
+        elif connection.closed_behind_answer():
+            self.reuse = False
 
     def keeps(self, connection: W) -> bool:
         """Whether the connection stays open after its response."""

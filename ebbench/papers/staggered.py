@@ -1,4 +1,7 @@
-"""Prefill pools of Tian et al. (2025): waiting, figure 6, table 1; parts of the dispatch, pools of all sizes (ours)."""
+"""Staggered dispatch of Tian et al. (2025): prefill pools (waiting, figure 6, table 1), decode units (figures 7 and 8).
+
+Ours are the parts of the dispatch one at a time, and pools of all sizes.
+"""
 
 from __future__ import annotations
 

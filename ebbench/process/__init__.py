@@ -1,1 +1,1 @@
-"""Processes: starting and ending them, signals, timers, limits of open files, garbage collection, clusters."""
+"""The command line in general; starting and ending processes, signals, timers, open files, garbage, clusters."""

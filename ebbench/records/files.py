@@ -128,6 +128,16 @@ def write_text(text: str, path: Path) -> None:
     write_with(path, lambda temporary: temporary.write_bytes(text.encode()) and None)
 
 
+def user_cache() -> Path:
+    """The directory of what can be made again: in XDG_CACHE_HOME, else in the home; for a user without one, among the
+    temporary files."""
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # no HOME, and a user id without a name, as in some containers
+        base = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
+    return base / "ebbench"
+
+
 def append_to_summary(text: str, path: Path | None) -> None:
     """Append text to ``path``, else to the job's summary of GitHub, if there is one. Raises RunError."""
     github = os.environ.get("GITHUB_STEP_SUMMARY")

@@ -259,7 +259,7 @@ def _short_steady_window(share: float, **_: Any) -> str:
 
 
 def _rebuilt(recorded: int, planned: int, damaged_shards: int) -> str:
-    left_out = f", without {damaged_shards} damaged shard(s)" if damaged_shards else ""
+    left_out = f", without {counted(damaged_shards, 'damaged shard')}" if damaged_shards else ""
     records = f"{recorded} of {planned} requests have a record"
     return f"This run was cut off and rebuilt from its shards{left_out}: {records}."
 
@@ -464,6 +464,11 @@ def _odd_usage(field: str, answers: int, first: str) -> str:
     return f"{where} of {counted} is no possible number of tokens ({before}{first}): {treated}"
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 pair``, ``2,000 pairs``."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def listed_seeds(seeds: Sequence[int]) -> str:
     """The first seeds in words."""
     return f"seed {', '.join(map(str, seeds[:5]))}{', ...' if len(seeds) > 5 else ''}"
@@ -569,7 +574,7 @@ TEXTS: Texts = {
         "These requests and answers would keep {needed:.2f} processes of vLLM's API server busy on a data-centre host "
         "({token_us:g} us per token); vLLM starts {processes}, so it is simulated."
     ),
-    "beyond-server": "{requests} request(s) exceed the server's max_model_len and were left out",
+    "beyond-server": lambda requests: f"{counted(requests, 'request')} beyond the server's max_model_len left out",
     "budget-below-seqs": (
         "At most {budget} of up to {seqs} sequences decode per step under budget={budget}; vLLM refuses a token budget "
         "below --max-num-seqs."
@@ -594,7 +599,7 @@ TEXTS: Texts = {
     ),
     "no-steady-window": "The load never reached 95 % of its target, so there is no steady throughput.",
     "nodes-share-machine": (
-        "the {nodes} client nodes are on {machines} machine(s): nodes of one machine share its processors"
+        "the {nodes} client nodes share machines ({machines} in all), and nodes of one machine its processors"
     ),
     "not-ready": _not_ready,
     "odd-usage": _odd_usage,

@@ -27,13 +27,14 @@ _EDGES = (0.02, 0.995)  # quantiles between which targets are placed
 def surface_chart(run: Run) -> Any:
     """Panels for the whole run and for each phase, two per row; targets span the run's latencies.
 
-    Raises DataError if no request completed.
+    Raises DataError if no request completed, or none with tokens.
     """
     alt = altair()
     columns = RequestColumns.of(run.table("requests", NEEDED))
-    if not columns.ok.any():
-        raise DataError(f"{run.path}: no request completed, so there is no attainment to draw")
-    ttft, _ = latencies_ms(columns, columns.ok)
+    if not columns.generated.any():
+        nothing = "answers have no tokens" if columns.ok.any() else "no request completed"
+        raise DataError(f"{run.path}: {nothing}, so there is no attainment to draw")
+    ttft, _ = latencies_ms(columns, columns.generated)
     _, tpot = latencies_ms(columns, columns.ok & (columns.tokens_after_first > 0))
     surfaces = run_surfaces(run, _targets(ttft, _ROWS), _targets(tpot, _COLUMNS), by_phase=True)
     panels = [_panel(surface) for surface in surfaces]

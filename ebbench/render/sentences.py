@@ -27,7 +27,6 @@ from ebbench.analysis.cases import (
     gain,
     identical,
     log_ratios,
-    output_throughput,
     p_value,
     pairs_for,
     pairs_needed,
@@ -37,26 +36,32 @@ from ebbench.analysis.cases import (
     steady_throughput,
     stop_reason_of,
     test_count,
+    throughput,
+    without_tokens,
 )
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread
 from ebbench.analysis.summary import Summary, named
 from ebbench.analysis.validity import by_policy, told_once
-from ebbench.records.warnings import KV_CACHE, Texts, listed_seeds
+from ebbench.records.warnings import KV_CACHE, Texts, counted, listed_seeds
 from ebbench.render.numbers import change, count, duration_ms, listed, micros, percent, rate, spark
 from vllm_eb.policy import known_policy
 
 # What a comparison leaves open: chance, and differences between the whole run and its steady window.
 
 PAIRING: Texts = {
-    "copies": (
-        "{pairs} pair(s) left out as copies: in virtual time, plans of the same lengths and arrivals give the same "
-        "figures whatever their seed; take another trace or other requests to measure more"
+    "copies": lambda pairs: (
+        f"{counted(pairs, 'pair')} left out as copies: in virtual time, plans of the same lengths and arrivals give "
+        "the same figures whatever their seed; take another trace or other requests to measure more"
     ),
     "runs_alone": lambda runs, side, seeds: (
-        f"{runs} run(s) of the {side} left out: the other side has no run of {listed_seeds(seeds)}"
+        f"{counted(runs, 'run')} of the {side} left out: the other side has no run of {listed_seeds(seeds)}"
     ),
-    "runs_in_excess": "{runs} run(s) of the {side} left out: the other side has fewer runs of the same plan",
-    "runs_invalid": "{runs} INVALID run(s) of the {side} left out: the same plan was measured again",
+    "runs_in_excess": lambda runs, side: (
+        f"{counted(runs, 'run')} of the {side} left out: the other side has fewer runs of the same plan"
+    ),
+    "runs_invalid": lambda runs, side: (
+        f"{counted(runs, 'INVALID run')} of the {side} left out: the same plan was measured again"
+    ),
 }
 """Runs and pairs that are not compared."""
 SKIPPED: Mapping[str, str] = {
@@ -207,11 +212,13 @@ class Verdict(NamedTuple):
 
 def _single(group: Group) -> str:
     """The throughput of a policy that stands alone; of prompts where answers have no tokens."""
-    output = group.mean(output_throughput)
-    if not output and (prompts := group.mean(lambda metrics: metrics.input_throughput)):
-        return f"{group.policy}: {rate(prompts)} prompt tokens/s over the whole run."
     estimated = " (an estimate)" if group.estimated else ""
-    return f"{group.policy}: {rate(output)} output tokens/s over the whole run{estimated}."
+    return f"{group.policy}: {rate(group.mean(throughput))} {_tokens([group])} over the whole run{estimated}."
+
+
+def _tokens(groups: Sequence[Group]) -> str:
+    """The unit of :func:`ebbench.analysis.cases.throughput`."""
+    return "prompt tokens/s" if without_tokens(groups) else "output tokens/s"
 
 
 def verdict(groups: Sequence[Group]) -> Verdict:
@@ -233,7 +240,7 @@ def verdict(groups: Sequence[Group]) -> Verdict:
         return Verdict([_single(order[0]), *_worst_classes(groups)])
     if len(order) < len(groups):
         nothing = "without a completed request"
-        idle = _policies_that_are(groups, lambda summary: output_throughput(summary.metrics) is None, nothing)
+        idle = _policies_that_are(groups, lambda summary: throughput(summary.metrics) is None, nothing)
         return Verdict([f"No winner: {idle}, so there is no figure to compare."])
     decided = _within_limits(groups) or (_fastest(order) if all_keep_up(order) else None)
     if decided is not None:
@@ -246,13 +253,13 @@ def verdict(groups: Sequence[Group]) -> Verdict:
     if lead.mean < TIE:
         tie = f"No winner: {best.policy} and {reference.policy} differ by {percent(lead.mean)}."
         return Verdict([tie, *_runners_up(order), *_limits(groups)])
-    shown = is_shown(groups, best, reference, output_throughput)
+    shown = is_shown(groups, best, reference, throughput)
     steady_gain = gain(best, reference, steady_throughput)
     inside = "" if steady_gain is None else f"; inside the steady window {change(steady_gain.mean)}"
     lines = [
-        f"{_leads(best, shown)}: {rate(best.mean(output_throughput))} output tokens/s "
+        f"{_leads(best, shown)}: {rate(best.mean(throughput))} {_tokens(groups)} "
         f"over the whole run, {change(lead.mean)}{_uncertainty(lead)} over {reference.policy} "
-        f"({rate(reference.mean(output_throughput))}){inside}."
+        f"({rate(reference.mean(throughput))}){inside}."
     ]
     return Verdict([*lines, *_runners_up(order), _latencies(best, reference), *_limits(groups)], shown)
 
@@ -344,11 +351,11 @@ def _within_limits(groups: Sequence[Group]) -> Verdict | None:
         return None
     by = "" if lead is None else f", {change(lead.mean)}{_uncertainty(lead)} over {reference.policy}"
     theirs = f"{rate(reference.mean(request_goodput))}" + ("" if lead else f" under {reference.policy}")
-    carried = ", ".join(f"{group.policy} {rate(group.mean(output_throughput))}" for group in order)
+    carried = ", ".join(f"{group.policy} {rate(group.mean(throughput))}" for group in order)
     shown = is_shown(groups, best, reference, request_goodput)
     lines = [
         f"{_leads(best, shown)}: {rate(best.mean(request_goodput))} requests/s within the limits{by} ({theirs}).",
-        f"Output tokens/s over the whole run: {carried}.",
+        f"{_tokens(groups).capitalize()} over the whole run: {carried}.",
         _latencies(best, reference),
     ]
     return Verdict(lines, shown)
@@ -373,6 +380,8 @@ def _latencies(best: Group, reference: Group) -> str:
         theirs = reference.mean(lambda m: getattr(m, name).median)
         return f"{duration_ms(ours)} (median) against {duration_ms(theirs)}"
 
+    if without_tokens([best, reference]):
+        return f"Latency beside {reference.policy}: a request takes {pair('e2el')}."
     return f"Latency beside {reference.policy}: first token after {pair('ttft')}, time per token {pair('tpot')}."
 
 

@@ -22,10 +22,11 @@ from ebbench.analysis.cases import (
     by_phase,
     differing,
     gain,
-    output_throughput,
     ranked,
     request_goodput,
     steady_throughput,
+    throughput,
+    without_tokens,
 )
 from ebbench.analysis.documents import Column, Document, MeanFigure, Section, Value
 from ebbench.analysis.metrics import QUANTILES, Distribution, Metrics
@@ -57,7 +58,7 @@ class _Figure:
         return MeanFigure(value, group.spread(self.of), doubtful=value is not None and self.doubtful([group]))
 
 
-_OUTPUT = _Figure("out tok/s\nwhole run", "output_throughput", output_throughput, numbers.rate)
+_OUTPUT = _Figure("out tok/s\nwhole run", "output_throughput", throughput, numbers.rate)
 _STEADY = _Figure("out tok/s\nsteady", "steady_output_throughput", steady_throughput, numbers.rate)
 _REQUESTS = _Figure("req/s\nwhole run", "request_throughput", lambda m: m.request_throughput, numbers.rate)
 _PLANNED = _Figure("requests\nplanned", "planned", lambda m: m.planned, numbers.count)
@@ -242,19 +243,13 @@ def _of_sessions(group: Group, of: Callable[[SessionFigures], float | None]) -> 
     return MeanFigure(fmean(known), stdev(known) if len(known) > 1 and not group.copies else None)
 
 
-def _without_tokens(groups: Sequence[Group]) -> bool:
-    """Whether answers have no output tokens: embeddings and the like."""
-    metrics = [summary.metrics for group in groups for summary in group.summaries]
-    return any(m.completed for m in metrics) and not any(m.total_output_tokens for m in metrics)
-
-
 def _leading(groups: Sequence[Group]) -> _Figure:
     """The throughput by which policies are ranked: of prompts where answers have no tokens."""
-    return _INPUT if _without_tokens(groups) else _OUTPUT
+    return _INPUT if without_tokens(groups) else _OUTPUT
 
 
 def _figures(groups: Sequence[Group], *, all_percentiles: bool) -> list[_Figure]:
-    if without_tokens := _without_tokens(groups):
+    if tokenless := without_tokens(groups):
         figures = [_median("e2el"), *_tails(groups, "e2el", all_percentiles=all_percentiles), _REQUESTS]
     else:
         figures = _figures_of_tokens(groups, all_percentiles=all_percentiles)
@@ -267,7 +262,7 @@ def _figures(groups: Sequence[Group], *, all_percentiles: bool) -> list[_Figure]
             for summary_of_run in group.summaries
         ):
             figures += shown
-    return [figure for figure in figures if not (without_tokens and figure in _PER_TOKEN)]
+    return [figure for figure in figures if not (tokenless and figure in _PER_TOKEN)]
 
 
 def _figures_of_tokens(groups: Sequence[Group], *, all_percentiles: bool) -> list[_Figure]:
@@ -359,8 +354,8 @@ def legend(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) ->
         agree = f"{counted} repeats that agree in every figure: no spread"
         parts.append(agree if copies else f"mean ± standard deviation over {counted} seeds")
     parts.append("whole run: first intended start to last completion")
-    without_tokens = all(_without_tokens(case.groups) for case in cases)
-    if without_tokens:
+    tokenless = all(without_tokens(case.groups) for case in cases)
+    if tokenless:
         parts.append("E2EL counts from the intended start")
     else:
         parts += ["steady: only while the load is at its target", "TTFT and E2EL count from the intended start"]
@@ -375,7 +370,7 @@ def legend(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) ->
             "per step: tokens that a decode step with drafts yields per sequence, the accepted ones and one more"
         )
     groups = [group for case in cases for group in case.groups]
-    tails = _TAILS[3:] if without_tokens else _TAILS[:3]
+    tails = _TAILS[3:] if tokenless else _TAILS[:3]
     lowered = [latency.upper() for latency in tails if sound_percentile(groups, latency) in ("p90", "p95")]
     if all_percentiles:
         parts.append("?: too few samples for this percentile, do not rely on it")

@@ -1,1 +1,1 @@
-"""Results in other forms: gate verdicts for CI, the HTML report, paired comparisons, runs as a database."""
+"""Results in other forms: the HTML report, paired comparisons, trends, lists of runs, runs as a database."""

@@ -27,7 +27,7 @@ from ebbench.analysis.validity import by_settings, told_once
 from ebbench.analysis.verdict import COPIES, gated_by_default, repeated_until_clear, units_of
 from ebbench.errors import DataError, EbbenchError
 from ebbench.records.run import Run
-from ebbench.records.warnings import fact
+from ebbench.records.warnings import counted, fact
 from ebbench.render import numbers
 from ebbench.render.documents import section_tables
 from ebbench.render.report import notes as titled
@@ -257,8 +257,8 @@ _DECIDING = {
 def legend(comparison: PairedComparison) -> str:
     """How the figures were computed, and the smallest change that could have been detected."""
     pairs = max(len(policy.pairs) for policy in comparison.others)
-    counted = f"{pairs} {'pair' if pairs == 1 else 'pairs'}"
-    text = f"{counted} of runs on the same plan; change: geometric mean over the pairs"
+    made = counted(pairs, "pair")
+    text = f"{made} of runs on the same plan; change: geometric mean over the pairs"
     if any(contrast.figure == DRAFTS for policy in comparison.others for contrast in policy.contrasts):
         text += "; tokens/step: output tokens over those that its steps would have made without drafts"
     skipped = [
@@ -285,7 +285,7 @@ def legend(comparison: PairedComparison) -> str:
     more = dict.fromkeys(c.deciding for c in comparison.others if c.deciding not in gated_by_default(units_of(c.pairs)))
     text += "".join(f"; {label_of(figure)} decides here and counts as one test more" for figure in more)
     if pairs < needed:
-        return f"{text}. {counted} cannot show any difference: use --repeats {needed} or more."
+        return f"{text}. {made} cannot show any difference: use --repeats {needed} or more."
     detectable = "; ".join(_detectable_of(policy) for policy in comparison.others if not policy.identical)
     return f"{text}. Minimum detectable change: {detectable}." if detectable else f"{text}."
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -294,16 +293,26 @@ def library() -> str:
     Making it takes half of the time of a page, so it is kept in the user's cache.
     """
     vl_convert = need("vl_convert", "the HTML report")
-    caches = os.environ.get("XDG_CACHE_HOME")
-    kept = (Path(caches) if caches else Path.home() / ".cache") / "ebbench" / f"vega-{vl_convert.__version__}.js"
+    kept = files.user_cache() / f"vega-{vl_convert.__version__}.js"
+    bundle = _whole(kept)
+    if bundle is None:
+        bundle = str(vl_convert.javascript_bundle())
+        with suppress(RunError):  # a home that cannot be written costs time, not the page
+            files.write_text(f"{_digest(bundle)}\n{bundle}", kept)
+    return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def _whole(path: Path) -> str | None:
+    """A kept text after the line with its digest; None if there is none, or another text than was written."""
     try:
-        return kept.read_text(encoding="utf-8")
+        digest, _, text = path.read_bytes().decode().partition("\n")
     except (OSError, UnicodeDecodeError):
-        bundle: str = vl_convert.javascript_bundle()
-    safe = bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
-    with suppress(RunError):  # a home that cannot be written costs time, not the page
-        files.write_text(safe, kept)
-    return safe
+        return None
+    return text if digest == _digest(text) else None
+
+
+def _digest(text: str) -> str:
+    return f"// sha256 {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def write(page: Page, path: Path) -> None:

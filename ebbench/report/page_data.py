@@ -1,4 +1,4 @@
-"""The data of the HTML report: its sentences, and the rows of its charts."""
+"""The data of the HTML report: its tables and sentences, and the rows of its charts."""
 
 from __future__ import annotations
 

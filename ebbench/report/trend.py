@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import geometric_mean
@@ -16,6 +17,7 @@ from ebbench.analysis.statistics import PairedInterval
 from ebbench.analysis.trend import Change, Point, Trend
 from ebbench.analysis.units import label_of
 from ebbench.records import files
+from ebbench.records.warnings import counted
 from ebbench.render import figures, numbers, palette
 from ebbench.render.documents import rendered
 from ebbench.report import page
@@ -23,7 +25,7 @@ from ebbench.report.page_data import Page, SearchSection, of_section
 
 EXIT_CODES = {"": 0, "worse": 1, "doubt": 5}
 """Of ``--alert``: as those of the gate."""
-_COMMIT = 10
+_HASH = re.compile(r"[0-9a-f]{10,}")
 Series = Sequence[Trend]
 """The trends of one series, one per figure."""
 
@@ -35,7 +37,7 @@ def document(all_series: Sequence[Series], last: int | None = None) -> Document:
     points = [point for series in all_series for point in series[0].points]
     first, newest = (chosen(points, key=lambda point: point.begun_ns).begun for chosen in (min, max))
     runs = sum(len(point.members) for point in points)
-    heading = f"Trend of {len(points)} point{'s' * (len(points) != 1)} ({runs} runs), {first} to {newest} UTC"
+    heading = f"Trend of {counted(len(points), 'point')} ({counted(runs, 'run')}), {first} to {newest} UTC"
     return Document("trend", heading, sections, (*notes, *_why_apart(all_series)))
 
 
@@ -76,7 +78,7 @@ def _section(series: Series, title: str, last: int | None) -> Section:
     cells: list[tuple[Column, list[Value]]] = [
         (Column("point", "label", right=True), [str(place + 1) for place in shown]),
         (Column("begun (UTC)", "label"), begun),
-        (Column("commit", "label"), [points[place].commit[:_COMMIT] for place in shown]),
+        (Column(_kind(points), "label"), [_short(points[place]) for place in shown]),
         (Column("label", "label"), [points[place].label for place in shown]),
         (Column("runs"), [len(points[place].members) for place in shown]),
     ]
@@ -126,8 +128,8 @@ def sentences(series: Series, title: str) -> list[str]:
         elif trend.alert == "doubt" and trend.newest is not None:
             lines.append(
                 f"{name}: the newest point ({_point_name(points[-1])}) is {trend.newest.loss:.1%} worse, and worse "
-                f"than every point before it, but {len(trend.newest.losses)} pair(s) of runs cannot show it; six can "
-                "(--repeats 6)."
+                f"than every point before it, but {counted(len(trend.newest.losses), 'pair')} of runs cannot show "
+                "it; six can (--repeats 6)."
             )
     shown_lines = lines or [
         "no change is shown" if len(series[0].points) > 1 else "one point; a trend needs two or more"
@@ -142,12 +144,23 @@ def _change_told(name: str, change: Change, point: Point) -> str:
     )
     return (
         f"{name} {numbers.change(grown)} ({change.direction}) from {_point_name(point)} on: {interval}, "
-        f"p = {change.judged.p_adjusted:.4f} over {len(change.judged.losses)} pairs."
+        f"p = {change.judged.p_adjusted:.4f} over {counted(len(change.judged.losses), 'pair')}."
     )
 
 
+def _kind(points: Sequence[Point]) -> str:
+    """Whether points are told apart by commits or by versions: those of a server, where nobody stated a commit."""
+    commits = any(member.stated for point in points for member in point.members)
+    return "commit" if commits or any(_HASH.fullmatch(point.commit) for point in points) else "version"
+
+
+def _short(point: Point) -> str:
+    """The first ten digits of a commit's hash; a version whole."""
+    return point.commit[:10] if _HASH.fullmatch(point.commit) else point.commit
+
+
 def _point_name(point: Point) -> str:
-    return ", ".join(filter(None, (point.commit[:_COMMIT], point.label, point.begun[:10])))
+    return ", ".join(filter(None, (_short(point), point.label, point.begun[:10])))
 
 
 def worst_alert(all_series: Sequence[Series]) -> str:
@@ -224,7 +237,7 @@ def _panel(trend: Trend, width: int, height: int) -> Any:
     changes = [
         {
             "place": change.place + 0.5,
-            "text": f"{numbers.change(change.bounds[0])} {trend.points[change.place].commit[:8]}",
+            "text": f"{numbers.change(change.bounds[0])} {_short(trend.points[change.place])}",
         }
         for change in trend.changes
     ]

@@ -1,1 +1,1 @@
-"""Batches of runs: cells with their keys, pools that execute them, and the store of results."""
+"""Runs: prepared, executed, concluded; batches of them with their keys, pools, and the store of results."""

@@ -23,6 +23,7 @@ from ebbench.devices import library
 from ebbench.devices.profiles import find_profile
 from ebbench.errors import UsageError
 from ebbench.installation import bundled_dir
+from ebbench.records.files import user_cache
 from ebbench.records.run import slug
 from ebbench.spec.run import RunSpec, as_dict, known_settings
 from ebbench.spec.server import VIRTUAL_TIME, is_server
@@ -233,9 +234,8 @@ def installed_tree() -> Tree:
 
 def cache_file(tree: Tree) -> Path:
     """Where the facts of a tree's files are kept. Each installation has a file of its own, so that it stays small."""
-    base = os.environ.get("XDG_CACHE_HOME")
     name = hashlib.sha256(str(tree.packages["ebbench"]).encode()).hexdigest()[:8]
-    return (Path(base) if base else Path.home() / ".cache") / "ebbench" / f"code-{name}.json"
+    return user_cache() / f"code-{name}.json"
 
 
 def result_key(spec: RunSpec) -> str:

@@ -270,11 +270,12 @@ def _like(text: str, pattern: str) -> bool:
 def prunable(
     runs: Sequence[StoredRun], wanted: Wanted, keep_last: int | None, older_than: str | None
 ) -> list[StoredRun]:
-    """The runs beyond a number and of an age; without either only INVALID ones may go. Raises UsageError."""
+    """The finished runs beyond a number and of an age; without either only INVALID ones may go. Raises UsageError."""
     if keep_last is None and older_than is None and not wanted.invalid:
         raise UsageError("say what may go: --keep-last N, --older-than 30d, --invalid or --probes; filters narrow it")
     oldest_ns = None if older_than is None else moment_ns("--older-than", older_than)
-    return [run for run in runs[keep_last or 0 :] if oldest_ns is None or run.begun_ns < oldest_ns]
+    finished = [run for run in runs if run.kind != "unfinished"]
+    return [run for run in finished[keep_last or 0 :] if oldest_ns is None or run.begun_ns < oldest_ns]
 
 
 DEFAULT_ROOTS = (Path("runs"),)

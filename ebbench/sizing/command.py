@@ -190,12 +190,18 @@ def shrink_probes(folder: Path, nearest: Sequence[str]) -> int:
     )
 
 
-def prune_probes(folder: Path) -> int:
-    """:func:`shrink_probes` of a stored search; 0 if it is unfinished. Raises UsageError if a command works on it."""
+def prune_probes(folders: Sequence[Path]) -> str:
+    """:func:`shrink_probes` of stored searches, not of unfinished ones; says what that freed.
+
+    Raises UsageError if a command works on one.
+    """
     from ebbench.sizing.sentences import load
 
-    with sole_use(folder):
-        return shrink_probes(folder, [str(row["nearest_run_dir"]) for row in load(folder)])
+    freed = 0
+    for folder in folders:
+        with sole_use(folder):
+            freed += shrink_probes(folder, [str(row["nearest_run_dir"]) for row in load(folder)])
+    return f"freed {freed / 1e6:.1f} MB of the probes of {len(folders)} searches"
 
 
 @dataclass(frozen=True)

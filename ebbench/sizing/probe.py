@@ -170,7 +170,8 @@ def read_measured(
     counts = tuple(_counts(columns, counted & of, mask) for of, mask in zip(masks, met, strict=True))
     ok, tokens = counted & columns.ok, columns.output_tokens
     good = np.logical_and.reduce([ok, *(mask | ~of for of, mask in zip(masks, met, strict=True))])
-    ttft, tpot = (columns.first_token - columns.intended)[ok].astype(np.float64), tpot_ns(columns, ok)
+    ttft = (columns.first_token - columns.intended)[ok & columns.generated].astype(np.float64)
+    tpot = tpot_ns(columns, ok)
     probe = Probe(load, run.seed, counts, runaway, failed, _served_per_s(columns))
     return ProbeReading(
         probe=probe,

@@ -200,7 +200,7 @@ class RunSpec:
     """Changes no result; not part of the key."""
     calibration: str | None = declare(
         None,
-        "Costs of this machine for eb, ebplus and marginal in engine vllm (`ebbench calibrate`).",
+        "Costs of this machine for eb, ebplus, marginal and slochunk in engine vllm (`ebbench calibrate`).",
         ENGINE,
         file=True,
     )

@@ -362,7 +362,7 @@ class EngineOptions:
         shown="refuses from {:,} queued prompt tokens on",
     )
     scheduling_policy: Literal["fcfs", "priority"] = declare(
-        "fcfs", "fcfs, or priority: requests of the lowest --priorities go first.", ENGINE, text=str,
+        "fcfs", "fcfs, or priority: requests of the lowest priority go first.", ENGINE, text=str,
         shown="schedules by {}",
     )  # fmt: skip
     long_prefill_token_threshold: int = declare(

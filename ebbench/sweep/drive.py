@@ -23,7 +23,7 @@ from ebbench.network.credentials import HIDDEN, LONG, api_key, redacted, written
 from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.run import unused
-from ebbench.records.warnings import shown_text, told_columns
+from ebbench.records.warnings import counted, shown_text, told_columns
 from ebbench.runs.execute import Made, make
 from ebbench.runs.file import plain, plain_type
 from ebbench.runs.key import result_key
@@ -321,7 +321,7 @@ def missing(sweep: Sweep, store: SweepStore) -> list[RunSpec]:
 
 def summary_lines(errors: Iterable[str], limit: int = 5) -> list[str]:
     """Errors of failed cells with their numbers, the most frequent first."""
-    lines = [f"{count} cell(s): {error}" for error, count in Counter(errors).most_common()]
+    lines = [f"{counted(count, 'cell')}: {error}" for error, count in Counter(errors).most_common()]
     return lines[:limit] + ([f"and {len(lines) - limit} other errors"] if len(lines) > limit else [])
 
 

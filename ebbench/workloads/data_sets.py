@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from ebbench.errors import EbbenchError, InputFileError, RunError, UsageError
+from ebbench.records.files import user_cache
 from ebbench.records.warnings import warning
 from ebbench.traffic.arrivals import substream
 from ebbench.workloads.files import FileRecord, read_file, read_json
@@ -403,8 +404,7 @@ def read_hub(workload: WorkloadSpec, selection: Selection) -> Requests:
     assert workload.records is not None
     # The tokenizer is part of the key: some rules select records by token counts.
     key = f"{msgspec.json.encode(workload.records).decode()}|{selection.tokenizer}"
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    cache = Cache(base / "ebbench" / "datasets", key, workload.hub)
+    cache = Cache(user_cache() / "datasets", key, workload.hub)
     kept = cache.find(selection.sessions)
     if kept is not None:
         taken = _select(read_file(kept, ()), str(kept), workload.records, selection)

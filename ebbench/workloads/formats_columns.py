@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -159,8 +159,8 @@ _MORE = ("end", "duration", "turn", "hash_ids", "session", "cached", "class", "a
 """Roles that make a row more than a time and two lengths."""
 CHOICES = (*ALIASES, "block_tokens")
 """Keys of ``--columns`` that a log with columns takes."""
-_STOPS = {"finish_reason", "stop_reason", "stop"}
-"""Plain names of a column that may say that a response ends with calls of tools."""
+_STOPS = ("finish_reason", "stop_reason")
+"""Last parts of the names of columns that say how a response ended, so also whether with calls of tools."""
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
@@ -215,7 +215,7 @@ def read_columns(log: LogFile, options: ReadOptions, definition: Definition) -> 
     if ends is not None and starts != ends:
         start, end = columns.names.get("time", "the start"), columns.names["end"]
         raise UsageError(f"{log.path}: {end} is in {ends}, {start} is not; leave it out with --columns end=-")
-    reader = _Reader(log, options, definition, columns)
+    reader = _Reader(log, options, definition, columns, _stops_in(names, log))
     notes = [*_notes(columns, asked, definition), *reader.notes()]
     return Reading(
         reader.rows(),
@@ -300,6 +300,21 @@ def _check(log: LogFile, columns: Columns, names: list[str]) -> None:
         raise InputFileError(log.path, problem, line)
 
 
+def _stops_in(names: Iterable[str], log: LogFile) -> Iterator[str]:
+    """Columns that say how a response ended; of a completion its first choice. ``stop`` may also be what ends an answer
+    by the user's wish: it counts where it is one word."""
+    for name in names:
+        last = plain_name(name).rpartition(".")[2]
+        if last in _STOPS:
+            yield name
+        elif last == "choices":
+            yield f"{name}.0.finish_reason"
+        elif plain_name(name) == "stop":
+            known = [value for record in log.sample if (value := record.value.get(name)) is not None]
+            if all(isinstance(value, str) and re.fullmatch(r"\w*", value) for value in known):
+                yield name
+
+
 def _notes(columns: Columns, asked: Mapping[str, str], definition: Definition) -> Iterator[RunWarning]:
     if columns.passed_over:
         yield warning("columns-passed-over", columns=list(columns.passed_over))
@@ -314,7 +329,9 @@ def _notes(columns: Columns, asked: Mapping[str, str], definition: Definition) -
 class _Reader:
     """Converts records to requests, with the columns' functions looked up once."""
 
-    def __init__(self, log: LogFile, options: ReadOptions, definition: Definition, columns: Columns) -> None:
+    def __init__(
+        self, log: LogFile, options: ReadOptions, definition: Definition, columns: Columns, stops: Iterable[str]
+    ) -> None:
         self._log, self._texts, self._definition, self._columns = log, options.texts, definition, columns
         have = columns.names
         self.from_texts = "hash_ids" not in have and ("messages" in have or "prompt" in have)
@@ -325,8 +342,7 @@ class _Reader:
         self._session, self._cached = self._session_of(), columns.getter("cached")
         self._class, self._accepted = columns.getter("class"), columns.getter("accepted")
         self._added = [(name, value_at(name)) for name in columns.added]
-        stop = next((name for name in log.sample[0].value if plain_name(name) in _STOPS), None)
-        self._stop = value_at(stop)
+        self._stops = [value_at(name) for name in stops]
         # A prompt that is counted from its messages is whole; a length is of what the turn adds.
         self.delays = Delays(log, columns, not self.from_texts) if "delay" in have else None
         self._seconds = _SECONDS.get(columns.units.get("duration", definition.duration or ""))
@@ -377,7 +393,7 @@ class _Reader:
             request_class=read_class(self._log, record.line, names.get("class", "class"), self._class(value)),
             steps_by_accepted=read_steps(self._accepted(value)),
             brings_results=brings_results(self._prompt_of(value)) if self.from_texts else None,
-            calls_tools=calls_tools(self._stop(value)),
+            calls_tools=next((said for stop in self._stops if (said := calls_tools(stop(value))) is not None), None),
         )  # fmt: skip
 
     def _lengths(self, record: LogRecord, inputs: Any, outputs: Any) -> tuple[int | None, int | None, str]:

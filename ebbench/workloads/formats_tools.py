@@ -7,6 +7,7 @@ Load generators: ``vllm bench serve --save-detailed``, GuideLLM's report, AIPerf
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Annotated, Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from ebbench.errors import InputFileError
+from ebbench.foreign.documents import json_value
 from ebbench.records.warnings import RunWarning, warning
 from ebbench.workloads.files import LogFile, LogRecord
 from ebbench.workloads.log_columns import value_at
@@ -25,6 +27,7 @@ from ebbench.workloads.recorded import (
     Rows,
     Stamp,
     TraceFormat,
+    brings_results,
     calls_tools,
     converted,
     parse_stamp,
@@ -224,9 +227,9 @@ TOOLS = (
 # OpenTelemetry in OTLP JSON or one span, or one session of spans, per line.
 
 _WEKA_BLOCK = 64
+"""Block size of Weka's published traces, where a file states none."""
 _LONGEST_S = 1e9
 _BlockTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-"""Block size of Weka's published traces, where a file states none."""
 
 
 def _is_weka(log: LogFile) -> bool:
@@ -337,7 +340,10 @@ _INPUT = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm.token_
 _OUTPUT = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm.token_count.completion")
 _CACHED = ("gen_ai.usage.cache_read.input_tokens", "llm.token_count.prompt_details.cache_read")
 _SESSION = ("gen_ai.conversation.id", "session.id")
-_STOPS = ("gen_ai.response.finish_reasons", "llm.finish_reason")
+_STOPS = ("gen_ai.response.finish_reasons", "llm.finish_reason", "gen_ai.completion.0.finish_reason")
+_MESSAGES = ("gen_ai.input.messages", "llm.input_messages")
+"""The prompt's messages as JSON or a list; others have attributes for each message, of which ``_ROLE`` is one."""
+_ROLE = re.compile(r"(?:llm\.input_messages\.(\d{1,6})\.message|gen_ai\.prompt\.(\d{1,6}))\.role")
 _OPERATION = ("gen_ai.operation.name", "openinference.span.kind")
 _OTHER_WORK = (
     "invoke_agent", "execute_tool", "embeddings", "create_agent",
@@ -390,8 +396,24 @@ def _otel_rows(log: LogFile) -> Rows:
             session = _first(attributes, _SESSION) or span.trace
             yield Recorded(
                 span.line, start, counts[0], counts[1], session=session, end=end, cached_tokens=counts[2],
-                calls_tools=calls_tools(_first(attributes, _STOPS)),
+                brings_results=_brings_results(attributes), calls_tools=calls_tools(_first(attributes, _STOPS)),
             )  # fmt: skip
+
+
+def _brings_results(attributes: Mapping[str, Any]) -> bool | None:
+    """Whether the prompt's messages end with a tool's results; None: the span does not have them."""
+    messages = _first(attributes, _MESSAGES)
+    if isinstance(messages, str):
+        try:
+            messages = json_value(messages.encode())
+        except ValueError:
+            return None
+    if isinstance(messages, list) and messages and isinstance(messages[-1], Mapping):
+        named = _attributes(messages[-1])
+        return brings_results([{**messages[-1], "role": named.get("message.role", named.get("role"))}])
+    matches = (_ROLE.fullmatch(key) for key in attributes)
+    roles = [(int(match[1] or match[2]), attributes[match[0]]) for match in matches if match]
+    return brings_results([{"role": max(roles, key=lambda role: role[0])[1]}]) if roles else None
 
 
 class _Scope(msgspec.Struct):
@@ -452,9 +474,21 @@ def _attributes(value: Any) -> dict[str, Any]:
     attributes = {}
     for pair in value:
         if isinstance(pair, Mapping) and isinstance(pair.get("value"), Mapping):
-            kind, inner = next(iter(pair["value"].items()), ("", None))
-            attributes[str(pair.get("key"))] = (inner or 0) if kind == "intValue" else inner
+            attributes[str(pair.get("key"))] = _typed(pair["value"])
     return attributes
+
+
+def _typed(value: Mapping[str, Any]) -> Any:
+    """A value of OTLP JSON, which stands under the name of its type."""
+    kind, inner = next(iter(value.items()), ("", None))
+    if kind == "intValue":
+        return inner or 0
+    if kind in ("arrayValue", "kvlistValue"):
+        values = inner.get("values") if isinstance(inner, Mapping) else None
+        if kind == "kvlistValue":
+            return _attributes(values)
+        return [_typed(entry) for entry in values if isinstance(entry, Mapping)] if isinstance(values, list) else []
+    return inner
 
 
 def _first(values: Mapping[str, Any], names: tuple[str, ...]) -> Any:

@@ -202,7 +202,7 @@ class PlanOptions:
         None, "Adapters by name, one per session, over HTTP: sql=3,chat=1,base.", WORKLOAD
     )
     priorities: str | None = declare(
-        None, "Priority of each class over HTTP, the lowest first: chat=0,batch=10.", WORKLOAD
+        None, "Priority of each class, the lowest first: chat=0,batch=10; see --scheduling-policy.", WORKLOAD
     )
     images: str | None = declare(None, "Images in every prompt: tokens=256,count=2,side=448.", WORKLOAD)
     redraw: bool = declare(False, "Of a log longer than num_prompts, each seed takes another part.")

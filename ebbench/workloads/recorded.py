@@ -1,4 +1,4 @@
-"""What every log format yields, record by record: requests as recorded, and rows that were left out with the reason."""
+"""What every log format yields, record by record: requests as recorded, with their times, and rows left out."""
 
 from __future__ import annotations
 
@@ -410,15 +410,15 @@ def brings_results(messages: Any) -> bool | None:
     if not isinstance(messages, list) or not messages or not isinstance(messages[-1], Mapping):
         return None
     last = messages[-1]
-    content = last.get("content")
+    content = last.get("content") or last.get("parts")
     parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
     kinds = [part.get("type") for part in (last, *parts)]
     return last.get("role") in ("tool", "function") or bool({*map(str, kinds)} & _RESULTS)
 
 
 _CALLS = re.compile("tool|function_call", re.IGNORECASE)
-_RESULTS = {"tool_result", "function_call_output"}
-"""Types of messages or their parts in Anthropic's Messages and OpenAI's Responses."""
+_RESULTS = {"tool_result", "function_call_output", "tool_call_response"}
+"""Types of messages or their parts in Anthropic's Messages, OpenAI's Responses, OpenTelemetry's conventions."""
 
 
 class Dropped(NamedTuple):

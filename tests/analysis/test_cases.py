@@ -18,10 +18,10 @@ from ebbench.analysis.cases import (
     gain,
     group_by_policy,
     log_ratios,
-    output_throughput,
     p_value,
     pairs_needed,
     partition,
+    throughput,
 )
 from ebbench.analysis.environment import load_of_run
 from ebbench.analysis.summary import Summary, summarise
@@ -126,17 +126,17 @@ def test_a_gain_is_shown_from_the_fewest_pairs_that_can_show_it_on(summary: Summ
     assert pairs_needed(3) == 7
     factors = [1.1 + place / 1000 for place in range(7)]
     for count, shown in ((7, True), (6, False)):
-        p = p_value(seeds(summary, factors[:count]), "ebplus", output_throughput)
+        p = p_value(seeds(summary, factors[:count]), "ebplus", throughput)
         assert p is not None
         assert (p <= ALPHA) == shown
-    assert p_value(seeds(summary, factors[:1]), "ebplus", output_throughput) is None
+    assert p_value(seeds(summary, factors[:1]), "ebplus", throughput) is None
 
 
 def test_copies_in_virtual_time_count_once_and_real_repeats_each(summary: Summary) -> None:
     v1, ebplus = seeds(summary, [1.1] * 8)
-    assert len(log_ratios(ebplus, v1, output_throughput) or ()) == 1
+    assert len(log_ratios(ebplus, v1, throughput) or ()) == 1
     v1, ebplus = seeds(summary, [1.1] * 8, virtual=False)
-    assert len(log_ratios(ebplus, v1, output_throughput) or ()) == 8
+    assert len(log_ratios(ebplus, v1, throughput) or ()) == 8
 
 
 def test_the_load_is_recorded_in_json(summary: Summary) -> None:

@@ -175,7 +175,7 @@ def test_an_interrupted_run_is_kept_shown_and_130(
     assert engine.runs == ["v1"]
     assert "INVALID" in done.stdout
     assert "40 of 100 completed; 60 never sent" in done.stdout
-    assert done.stderr.endswith("error: interrupted; kept 1 run(s)\n")
+    assert done.stderr.endswith("error: interrupted; kept 1 run\n")
     kept = Run.load(tmp_path / "out" / "v1").manifest
     assert (kept.interrupted, kept.valid) == (True, False)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 
 from ebbench.client.request_sender import ConnectionPool
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
-from ebbench.network.connections import RequestHead
+from ebbench.network.connections import ProtocolError, RequestHead
 from tests.client.client_runs import plan_of, run
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 2\r\n\r\nok"
@@ -46,9 +49,10 @@ class Listener:
             writer.close()
 
 
-def with_pool(test: Callable[[ConnectionPool, Listener], Awaitable[None]]) -> None:
+def with_pool(test: Callable[[ConnectionPool, Listener], Awaitable[None]], listener: Listener | None = None) -> None:
+    listener = listener or Listener()
+
     async def main() -> None:
-        listener = Listener()
         server = await asyncio.start_server(listener.serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         pool = ConnectionPool(RequestHead.of("POST", f"http://127.0.0.1:{port}/v1/completions", {}), None, 5.0)
@@ -107,3 +111,46 @@ def test_a_run_leaves_no_descriptor_open() -> None:
         for _ in range(3):
             run(server.url, plan_of(2))
         assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+class Closer(Listener):
+    """Closes a connection instead of answering a second request, although its headers say keep-alive."""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(ANSWER)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+
+def test_a_close_instead_of_an_answer_ends_the_use_of_connections() -> None:
+    async def scenario(pool: ConnectionPool, _: Listener) -> None:
+        await (await pool.send("1", b"", Nothing())).body()
+        await asyncio.sleep(0.02)
+        with pytest.raises(ProtocolError):
+            await pool.send("2", b"", Nothing())
+        assert not pool.connections.reuse
+
+    with_pool(scenario, Closer())
+
+
+def test_a_close_that_a_busy_loop_has_not_read_is_seen_before_use() -> None:
+    def serve(listening: socket.socket) -> None:
+        client, _ = listening.accept()
+        with client:
+            client.recv(1 << 16)
+            client.sendall(ANSWER)
+            time.sleep(0.01)
+
+    async def main(port: int) -> None:
+        pool = ConnectionPool(RequestHead.of("POST", f"http://127.0.0.1:{port}/v1/completions", {}), None, 5.0)
+        await (await pool.send("1", b"", Nothing())).body()
+        time.sleep(0.1)
+        assert pool.connections.take() is None
+        pool.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = threading.Thread(target=serve, args=(listening,))
+        server.start()
+        asyncio.run(main(listening.getsockname()[1]))
+        server.join()

@@ -193,4 +193,4 @@ def test_the_command_reports_the_nodes_and_refuses_more_than_there_are(cluster: 
     shown = invoke("show", tmp_path / "run").output
     assert "Clients: 2 client nodes with 2 processes, clocks aligned to" in " ".join(shown.split())
     assert refused.exit_code == 2
-    assert "the Ray cluster has 2 node(s) with a CPU" in " ".join(refused.output.split())
+    assert "the Ray cluster has 2 nodes with a CPU" in " ".join(refused.output.split())

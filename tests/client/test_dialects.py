@@ -596,8 +596,9 @@ def test_tables_of_answers_without_tokens_rank_by_prompts(tmp_path: Path) -> Non
 
     options = ("--source", "profile", "--no-power", "--lag-limit-ms", 60000, "-q", "--endpoint", "embeddings")
     with raw_server(answer) as server:
-        for name in ("a", "b"):
-            invoke("run", "balanced", "-n", 3, "--engine", server.url, *options, "-o", tmp_path / name)
+        for name, policy in (("a", "v1"), ("b", "v1"), ("c", "ebplus")):
+            where = ("--engine", server.url, "--policy", policy, "-o", tmp_path / name)
+            invoke("run", "balanced", "-n", 3, *where, *options)
     shown = invoke("show", tmp_path / "a").stdout
     assert "in tok/s" in shown
     assert not [name for name in ("out tok/s", "TTFT", "TPOT", "ITL", "per user") if name in shown]
@@ -612,6 +613,20 @@ def test_tables_of_answers_without_tokens_rank_by_prompts(tmp_path: Path) -> Non
     invoke("report", tmp_path / "a", "-o", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert [f'"cdf_{name}": []' in page for name in ("ttft", "tpot", "itl", "e2el")] == [True, True, True, False]
+    both = " ".join(invoke("show", tmp_path / "a", tmp_path / "c").stdout.split())
+    assert "put out nothing" not in both
+    assert "prompt tokens/s over the whole run" in both or "differ by" in both
+    for command in (("show", tmp_path / "a", "--as", "all"), ("figures", "slo", tmp_path / "a", "-o", tmp_path)):
+        assert "answers have no tokens" in invoke(*command).output
+    for form in ("vllm", "llm-d", "otava"):
+        invoke("runs", "export", tmp_path / "a", "--as", form, "-o", tmp_path / "out")
+    of_vllm = json.loads((tmp_path / "out" / "a.vllm.json").read_text())
+    assert (of_vllm["ttfts"], of_vllm["max_output_tokens_per_s"]) == ([0.0] * 3, 0.0)
+    of_llm_d = json.loads((tmp_path / "out" / "a.llm-d.json").read_text())
+    assert list(of_llm_d["results"]["request_performance"]["aggregate"]["latency"]) == ["request_latency"]
+    [series] = (tmp_path / "out").glob("*.csv")
+    assert "request_throughput,median_e2el_ms" in series.read_text().splitlines()[0]
+    assert "output_throughput" not in series.read_text()
 
 
 def test_a_tokenizer_without_texts_is_for_servers_only() -> None:

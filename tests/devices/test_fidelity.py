@@ -277,6 +277,13 @@ def test_report_names_what_is_fitted_and_keeps_every_cell(tmp_path: Path) -> Non
     assert all_scores(cells)["predicted rows"] == []
 
 
+def test_an_audit_of_figures_that_are_gone_is_removed(tmp_path: Path) -> None:
+    write_report([cell("v1", 1, 1.5, source="InferenceX, a model", metric="ttft_mean_s")], tmp_path)
+    assert "InferenceX, a model" in (tmp_path / "caveats.md").read_text()
+    write_report([cell("v1", 100, 101, source="table 3")], tmp_path)
+    assert not (tmp_path / "caveats.md").exists()
+
+
 REPLAYED = ("ttft_mean_s", "ttft_p99_s", "tpot_mean_ms", "e2el_mean_s")
 TARGETS = [
     "same winner where the published gap exceeds 2 %",

@@ -14,6 +14,7 @@ PACKAGES = {"ebbench": ROOT / "ebbench", "vllm_eb": ROOT / "patches" / "vllm_eb"
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 ROLE = re.compile(r":(?:mod|func|class|meth|attr|data):`~?([\w.]+)`")
 SOURCE = re.compile(r"`((?:[\w-]+/)+[\w-]+\.py)`")
+FILE = re.compile(r"`([\w-]+\.py)`")
 
 
 def sources() -> Iterator[tuple[str, Path]]:
@@ -60,6 +61,13 @@ def test_source_files_that_a_page_names_exist(page: Path) -> None:
     if page.name == "CONTRIBUTING.md":
         named -= {path for path in named if path in page.read_text(encoding="utf-8").split("+++ b/", 1)[-1]}
     assert not [path for path in sorted(named) if not any((base / path).exists() for base in bases)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_without_their_folder_exist(page: Path) -> None:
+    folders = (*PACKAGES.values(), ROOT / "tests", ROOT / "docs")
+    known = {path.name for folder in folders for path in folder.rglob("*.py")}
+    assert set(FILE.findall(page.read_text(encoding="utf-8"))) <= known
 
 
 def test_the_walk_of_the_architecture_page_names_what_is_there() -> None:

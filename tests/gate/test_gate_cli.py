@@ -62,7 +62,7 @@ def test_sides_that_store_in_one_directory_are_refused_before_measuring(tmp_path
 def test_too_few_pairs_are_inconclusive(measured: Path) -> None:
     done = invoke("gate", measured / "v1" / "v1-seed0", measured / "copy" / "v1-seed0")
     assert done.exit_code == 5
-    assert "1 pair(s) where the test needs 6" in done.stdout
+    assert "1 pair where the test needs 6" in done.stdout
 
 
 def test_json_is_one_object(measured: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_stored_baseline_gates_later_runs(measured: Path, tmp_path: Path) -> N
     store = tmp_path / "baselines.parquet"
     done = invoke("gate", "--save-baseline", store, measured / "v1")
     assert done.exit_code == 0
-    assert "stored 6 run(s)" in done.stderr
+    assert "stored 6 runs" in done.stderr
     assert invoke("gate", store, measured / "copy").exit_code == 0
     assert invoke("gate", store, measured / "v0").exit_code == 1
 
@@ -335,7 +335,7 @@ def test_compare_of_a_replayed_trace_counts_its_copies_once(tmp_path: Path) -> N
     found = invoke("compare", tmp_path / "out")
     text = " ".join(found.stdout.split())
     assert "1 pair of runs on the same plan" in text
-    assert "2 pair(s) left out as copies" in text
+    assert "2 pairs left out as copies" in text
     (other,) = json.loads(invoke("compare", tmp_path / "out", "--json").stdout)["policies"]
     assert other["copies"] == 2
     assert all(figure["p"] is None for figure in other["figures"])

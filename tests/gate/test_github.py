@@ -214,7 +214,7 @@ def test_the_gpu_example_interleaves_two_installations(tmp_path: Path) -> None:
     }  # fmt: skip
     done = bash(step(document, "measure in turns and gate")["run"], tmp_path, **quick)
     assert done.returncode == 5, done.stderr
-    assert "1 pair(s) where the test needs 6" in done.stdout
+    assert "1 pair where the test needs 6" in done.stdout
     assert sorted(path.name for path in (tmp_path / "runs").glob("*/pair-*")) == ["pair-001", "pair-001"]
 
 

@@ -59,10 +59,8 @@ def test_an_invalid_run_is_measured_again(sources: tuple[Path, Path], tmp_path: 
     done = gate(tmp_path, command(tmp_path, before), command(tmp_path, after, invalid=2))
     assert done.exit_code == 5, done.output
     assert done.stderr.count("candidate: INVALID run (the client was late), measured again") == 2
-    assert "1 pair(s) where the test needs 6" in done.stdout
-    assert "2 INVALID run(s) of the candidate left out: the same plan was measured again" in " ".join(
-        done.stdout.split()
-    )
+    assert "1 pair where the test needs 6" in done.stdout
+    assert "2 INVALID runs of the candidate left out: the same plan was measured again" in " ".join(done.stdout.split())
     assert invoke("gate", tmp_path / "b", tmp_path / "c").exit_code == 5, "the stored runs can be judged later, too"
     assert invoke("compare", tmp_path / "b", tmp_path / "c").exit_code == 0
 
@@ -77,7 +75,7 @@ def test_after_three_invalid_runs_a_mended_command_goes_on(sources: tuple[Path, 
     again = gate(tmp_path, *mended)
     assert again.exit_code == 5, again.output
     assert "baseline: measured before" in again.stderr
-    assert "1 pair(s) where the test needs 6" in again.stdout
+    assert "1 pair where the test needs 6" in again.stdout
 
 
 def test_sides_that_do_not_compare_end_the_measuring_after_the_first_pair(measured: Path, tmp_path: Path) -> None:
@@ -132,4 +130,4 @@ def test_compare_uses_the_common_seeds_with_a_note(measured: Path) -> None:
     assert done.exit_code == 0, done.output
     text = " ".join(done.stdout.split())
     assert "2 pairs of runs on the same plan" in text
-    assert "4 run(s) of the baseline left out: the other side has no run of seed 2, 3, 4, 5 (v0)" in text
+    assert "4 runs of the baseline left out: the other side has no run of seed 2, 3, 4, 5 (v0)" in text

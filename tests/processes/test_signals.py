@@ -107,7 +107,7 @@ def test_a_second_signal_at_any_moment_undoes_nothing(tmp_path: Path, part: int)
             code, stdout, stderr = ended(process, set())
             told = f"{first.name}, then {list(zip(later, pauses_s, strict=True))}: {stderr.decode()}"
             assert code == 130, told
-            assert b"error: interrupted; kept 1 run(s)" in stderr, told
+            assert b"error: interrupted; kept 1 run" in stderr, told
             assert b"INVALID v1" in stdout, told
             statuses = Run.load(folder / "out").requests["status"].to_pylist()
             assert statuses.count("ok") >= 10, told

@@ -260,6 +260,8 @@ def test_measurements_of_servers_are_rows_of_their_own_series(runs: Path, tmp_pa
     by_server = {held[0]["server"]: [(row["seeds"], row["runs"]) for row in held] for held in rows.values()}
     assert by_server == {one: [("0 1", "2"), ("0", "1"), ("0", "1"), ("2", "1")], other: [("0", "1")]}
     assert {row["commit"] for held in rows.values() for row in held} == {"0.11.0"}
+    shown = invoke("trend", tmp_path).stdout
+    assert ("version" in shown, "commit" in shown, "0.11.0" in shown) == (True, False, True)
 
 
 def test_a_history_keeps_zeros_and_leaves_unknown_cells_empty(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

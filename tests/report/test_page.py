@@ -429,6 +429,11 @@ def test_the_library_of_a_page_is_made_once_for_all_commands(tmp_path: Path, mon
         for _ in range(2):
             assert page_module.library() == "a<\\/script>b"
             page_module.library.cache_clear()
+        [kept] = tmp_path.glob("ebbench/*.js")
+        kept.write_text(kept.read_text()[:-1])  # of a full disk, or edited
+        bundles = iter(["a</script>c"])
+        assert page_module.library() == "a<\\/script>c"
+        page_module.library.cache_clear()
         bundles = iter(["a</script>b"])
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no folder can be made there

@@ -273,6 +273,21 @@ def test_a_search_keeps_of_its_probes_what_it_reads(search: Path) -> None:
     assert json.loads(again.stdout)[0]["capacity_requests_per_s"] == row["capacity_requests_per_s"]
 
 
+def test_pruning_probes_leaves_every_run_and_takes_no_other_choice(search: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(search, tmp_path / "runs" / "copy")
+    prune = ("runs", "prune", "--runs", copy.parent, "--probes")
+    for given in (("--keep-last", "1"), ("--older-than", "30d"), ("--dry-run",)):
+        refused = invoke(*prune, *given)
+        assert (refused.exit_code, given[0] in refused.output) == (2, True)
+    [row] = json.loads((copy / "capacity-answers.json").read_text())
+    whole = copy / Path(row["nearest_run_dir"]).name
+    other = shutil.copytree(whole, copy / "superseded-seed1")
+    pruned = invoke(*prune)
+    assert (pruned.exit_code, "of 1 searches" in pruned.stdout) == (0, True)
+    assert Run.load(other).steps.num_rows == 0
+    assert Run.load(whole).steps.num_rows > 0
+
+
 def test_removing_a_search_removes_its_probes(search: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(search, tmp_path / "copy")
     assert invoke("runs", "rm", copy, "--yes").exit_code == 0

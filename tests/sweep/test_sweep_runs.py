@@ -187,7 +187,7 @@ def test_a_cell_that_fails_is_reported_and_the_rest_goes_on(tmp_path: Path) -> N
     done = invoke("sweep", spec_file(tmp_path, text), "-o", tmp_path / "out", "--workers", 1)
     assert done.exit_code == 4
     assert "4 of 8 cells failed" in done.stderr
-    assert "4 cell(s): --max-num-batched-tokens 8 is below --max-num-seqs 16" in " ".join(done.stdout.split())
+    assert "4 cells: --max-num-batched-tokens 8 is below --max-num-seqs 16" in " ".join(done.stdout.split())
     assert len(list((tmp_path / "out" / "cells").glob("*/cell.json"))) == 4
     assert len(list((tmp_path / "out" / "failed").iterdir())) == 4
 

@@ -107,7 +107,7 @@ def test_a_rate_means_the_scenario_that_run_takes(tmp_path: Path, keys: str, sce
 def test_a_dry_run_says_which_cells_cannot_run(tmp_path: Path) -> None:
     spec = spec_file(tmp_path, TINY.replace("[common]", "max_num_batched_tokens = [8, 64]\n[common]"))
     shown = " ".join(invoke("sweep", spec, "--dry-run").stdout.split())
-    assert "these cannot run: 4 cell(s): --max-num-batched-tokens 8 is below --max-num-seqs 16" in shown
+    assert "these cannot run: 4 cells: --max-num-batched-tokens 8 is below --max-num-seqs 16" in shown
     cells = json.loads(invoke("sweep", spec, "--dry-run", "--json").stdout)["cells"]
     assert sorted(cell["problem"] is None for cell in cells) == [False] * 4 + [True] * 4
 

@@ -108,6 +108,82 @@ def test_a_log_that_does_not_say_has_one_wait(log: Callable[..., Path], tmp_path
     assert "tool_ns" not in table.column_names
 
 
+def otlp(value: Any) -> dict[str, Any]:
+    """A value as OTLP JSON writes it."""
+    if isinstance(value, list):
+        return {"arrayValue": {"values": [otlp(inner) for inner in value]}}
+    return {"intValue": str(value)} if isinstance(value, int) else {"stringValue": value}
+
+
+ROLES = ("user", "tool", "user", "tool")
+REASONS = ("tool_calls", "stop", "tool_calls", "stop")
+MADE: dict[str, Callable[[int], dict[str, Any]]] = {
+    "a list of reasons": lambda turn: {"gen_ai.response.finish_reasons": [REASONS[turn]]},
+    "a completion's reason": lambda turn: {"gen_ai.completion.0.finish_reason": REASONS[turn]},
+    "messages as JSON": lambda turn: {"gen_ai.input.messages": json.dumps([{"role": ROLES[turn], "parts": []}])},
+    "results as parts": lambda turn: {
+        "gen_ai.input.messages": json.dumps([
+            {"role": "user", "parts": [{"type": "tool_call_response" if ROLES[turn] == "tool" else "text"}]}
+        ])
+    },
+    "roles of OpenInference": lambda turn: {
+        f"llm.input_messages.{n}.message.role": ROLES[turn] if n == 10 else "assistant" for n in range(11)
+    },
+    "roles of a prompt": lambda turn: {"gen_ai.prompt.0.role": "system", "gen_ai.prompt.1.role": ROLES[turn]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", MADE)
+def test_spans_in_otlp_tell_tools_from_users(said: str, tmp_path: Path) -> None:
+    made = []
+    for turn, t in enumerate((0, 2, 8, 11)):
+        told = {"gen_ai.usage.input_tokens": 100 + 50 * turn, "gen_ai.usage.output_tokens": 10, **MADE[said](turn)}
+        attributes = [{"key": key, "value": otlp(value)} for key, value in told.items()]
+        times = {"startTimeUnixNano": str(1_800_000_000 * S + t * S), "endTimeUnixNano": str(1_800_000_001 * S + t * S)}
+        made.append({"traceId": "a", **times, "attributes": attributes})
+    path = tmp_path / "otlp.json"
+    path.write_text(json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": made}]}]}))
+    table = build_plan(f"log:{path}").table
+    assert table["tool_ns"].to_pylist() == [None, 1 * S, 0, 2 * S]
+
+
+def test_a_table_of_spans_has_messages_as_lists(tmp_path: Path) -> None:
+    path = tmp_path / "phoenix.jsonl"
+    with path.open("w") as file:
+        for turn, t in enumerate((0, 2, 8, 11)):
+            cells = {
+                "context.trace_id": "a", "span_kind": "LLM", "attributes.llm.token_count.prompt": 100 + 50 * turn,
+                "attributes.llm.token_count.completion": 10,
+                "attributes.llm.input_messages": [{"message.role": "user"}, {"message.role": ROLES[turn]}],
+            }  # fmt: skip
+            start, end = (f"2026-05-01T10:00:{second:02d}Z" for second in (t, t + 1))
+            file.write(json.dumps({**cells, "start_time": start, "end_time": end}) + "\n")
+    assert build_plan(f"log:{path}").table["tool_ns"].to_pylist() == [None, 1 * S, 0, 2 * S]
+
+
+def responses(path: Path, *ends: dict[str, Any]) -> list[int | None] | None:
+    """Time of tools in the plan of a log of responses that end so, one record for each; None: not told."""
+    with path.open("w") as file:
+        for turn, (t, end) in enumerate(zip((0, 2, 8, 11), ends, strict=True)):
+            row = {"session_id": "a", "start_time": t, "duration_s": 1, "input_tokens": 100 + 50 * turn}
+            file.write(json.dumps({**row, "output_tokens": 10, **end}) + "\n")
+    table = build_plan(f"log:{path}", time_unit="s").table
+    return table["tool_ns"].to_pylist() if "tool_ns" in table.column_names else None
+
+
+def test_responses_say_how_they_ended(tmp_path: Path) -> None:
+    path, tools = tmp_path / "log.jsonl", [None, 1 * S, 0, 2 * S]
+    assert responses(path, *({"response": {"choices": [{"finish_reason": reason}]}} for reason in REASONS)) == tools
+    assert responses(path, *({"response": {"stop_reason": reason}} for reason in REASONS)) == tools
+    first_untold = [{}, *({"finish_reason": reason} for reason in REASONS[1:])]
+    assert responses(path, *first_untold) == [None, None, 0, 2 * S]
+
+
+@pytest.mark.parametrize("stop", ["###", ["Observation:"], "</s>"])
+def test_sequences_that_stop_an_answer_are_no_reason(stop: object, tmp_path: Path) -> None:
+    assert responses(tmp_path / "log.jsonl", *[{"stop": stop}] * 4) is None
+
+
 def test_results_in_a_prompt_count_before_how_the_answer_ended(tmp_path: Path) -> None:
     path = weka(tmp_path, told=True)
     session = json.loads(path.read_text())

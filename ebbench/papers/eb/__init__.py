@@ -1,1 +1,1 @@
-"""Tables and figures of Zhang et al. (ICML 2026), one module per published table or figure."""
+"""Tables and figures of Zhang et al. (ICML 2026), a module per subject."""

@@ -1,4 +1,4 @@
-"""Fixed thresholds in the EB paper: tables 10, 11 and 13 and figure 12 (appendix E)."""
+"""Thresholds in the EB paper: fixed (tables 10, 11, 13, figures 3, 12), and estimated online (corrections, e3, e5)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ebbench.papers.protocols import (
     fixed_threshold,
     protocol_cells,
 )
-from ebbench.papers.published import MAIN_MODEL, SYNTHETIC, gpu_title, model_title, pick, rows
+from ebbench.papers.published import MAIN_MODEL, SYNTHETIC, gpu_title, model_title, pick
 from ebbench.papers.published import rows as published_rows
 from ebbench.papers.table import (
     PaperFigure,
@@ -413,7 +413,7 @@ def _level(value: float, series: str, source: str) -> list[dict[str, Any]]:
 
 def _published3(workload: str, column: str) -> list[dict[str, Any]]:
     points, levels = [], {"ours": _SERIES3[1], "v1": _SERIES3[2]}
-    for row in rows("figure3_validation_grid", "eb_vllm"):
+    for row in published_rows("figure3_validation_grid", "eb_vllm"):
         if row["workload"] != workload.replace("-", "_") or not row[column]:
             continue
         value = float(row[column])

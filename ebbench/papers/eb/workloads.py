@@ -1,4 +1,4 @@
-"""The grid over token budget B and batch size N: tables 14 to 16 of the EB paper."""
+"""Workloads in the EB paper: tables 2, 4, 17, figures 4 to 6; grids over token budget B and batch size N: 14 to 16."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ebbench.analysis.documents import (
     comparison,
     labels,
     relative,
-)  # fmt: skip
+)
 from ebbench.analysis.sensitivity import Sensitivity, sensitivity
 from ebbench.devices.costs import TableCost
 from ebbench.devices.loader import DEFAULT_HOST, load_device
@@ -34,7 +34,7 @@ from ebbench.papers.published import (
     gpu_title,
     model_title,
     pick,
-)  # fmt: skip
+)
 from ebbench.papers.table import (
     PaperFigure,
     PaperTable,

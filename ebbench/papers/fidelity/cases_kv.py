@@ -25,7 +25,7 @@ SOURCE, LAYOUTS = "KV cache at the start", "KV cache in tokens"
 def kv_cells() -> list[PublishedFigure]:
     """One figure per start: GiB of KV cache per GPU, by GPU, version and share of the memory.
 
-    ``fitted``: a size in ``devices.startup`` or ``devices.capacity`` was set on it.
+    ``fitted``: a size in ``devices.capacity`` was set on it.
     """
     return [
         PublishedFigure(

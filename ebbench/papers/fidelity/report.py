@@ -280,7 +280,7 @@ def write_report(
 ) -> list[Path]:
     """Write the front page, a page per source, scoreboard.json, cells.parquet and pictures. Returns the files written.
 
-    Pages of sources without cells, which an earlier report left, are removed.
+    Pages without cells, which an earlier report left, are removed.
     ``before``: the last committed scoreboard, for comparison. ``repeats``: number of seeds over which our values of
     table 3 are averaged. Raises DataError for a cell whose source has no page.
     """
@@ -296,6 +296,8 @@ def write_report(
     if audit := scoreboard.audited(cells):
         _write(out / AUDIT_PAGE, _audit_page(audit))
         written.append(out / AUDIT_PAGE)
+    else:
+        (out / AUDIT_PAGE).unlink(missing_ok=True)
     for page in PAGES:
         path = out / f"{page.slug}.md"
         if chosen := [cell for cell in cells if source_page(cell.source) is page]:

@@ -1,4 +1,5 @@
-"""First table of the fidelity report: one row per source and device, compared with the last committed table."""
+"""First table of the fidelity report: one row per source and device, compared with the last committed table; and the
+audit of caveats: whether runs of measured servers say how far off they are."""
 
 from __future__ import annotations
 
