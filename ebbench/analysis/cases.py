@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 from typing import Any, Literal, TypeVar
 
-from ebbench.analysis.environment import differing_names
+from ebbench.analysis.environment import differing_names, usual_options
 from ebbench.analysis.explain import Explanation, explain
 from ebbench.analysis.metrics import Metrics, Slo
 from ebbench.analysis.summary import Summary, summarise, summarise_phases
@@ -422,7 +422,8 @@ def _title(conditions: Mapping[str, str], apart: Sequence[str], plan: str, *, co
         if text and text != "None":
             words.append(f"{NAMES.get(name, name)} {text}".strip())
         elif complete:
-            words.append(f"{name} not recorded")
+            usual = usual_options().get(name)
+            words.append(f"{name} {'not recorded' if usual is None else usual}")
     return ", ".join([*words, *([f"plan {plan}"] if plan else [])])
 
 

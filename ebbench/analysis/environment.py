@@ -288,6 +288,12 @@ def later_options() -> Mapping[str, Any]:
     return {name: option.default for name, option in declared.items() if name not in _FIRST_OPTIONS} | {API_SERVER: OFF}
 
 
+@cache
+def usual_options() -> Mapping[str, Any]:
+    """Options that an environment leaves out, with the values that they then have."""
+    return {**later_options(), API_SERVER: AUTO}
+
+
 FRONT_END_MS, API_SERVER = "front_end_ms", "api_server"
 """Names of options, and of the facts that say what was in effect: the option's value, else the device's, and the class
 that was simulated under ``auto``."""
@@ -311,7 +317,7 @@ def run_environment(manifest: Manifest) -> dict[str, str]:
     facts = (machine or manifest.facts.get("device_profile"), manifest.facts.get("kernel_library"))
     known = ", ".join(filter(None, facts))
     in_effect = _in_effect(manifest).items()
-    options = {name: value for name, value in in_effect if later_options().get(name, UNKNOWN) != value}
+    options = {name: value for name, value in in_effect if usual_options().get(name, UNKNOWN) != value}
     options |= {name: manifest.facts[name] for name in JOINED if name in manifest.facts}
     endpoint = str(manifest.facts.get("endpoint") or "")
     estimated = "estimated tokens" if manifest.facts.get(ESTIMATED) else ""
@@ -352,10 +358,13 @@ def _in_effect(manifest: Manifest) -> dict[str, Any]:
 
     A run of a version whose devices brought less differs in them, although both left them out.
     """
-    asked = manifest.options.get(API_SERVER, OFF)
+    # Runs under auto are of one kind, with a simulated server or without: a warning says which. Earlier versions
+    # recorded off for those without.
+    asked = manifest.options.get(API_SERVER, AUTO)
+    off = OFF if API_SERVER in manifest.facts else AUTO
     return manifest.options | {
         FRONT_END_MS: manifest.facts.get(FRONT_END_MS),
-        API_SERVER: OFF if asked == AUTO else asked,  # where that simulates one, a warning says so
+        API_SERVER: off if asked == OFF else asked,
     }
 
 
@@ -426,7 +435,7 @@ def differences(first: Mapping[str, str], other: Mapping[str, str], allowed: Seq
             continue
         sides = [json.loads(text) if text else {} for text in (ours, theirs)]
         for option in sorted({*sides[0], *sides[1]}):
-            values = [side.get(option) for side in sides]
+            values = [side.get(option, usual_options().get(option)) for side in sides]
             if values[0] != values[1]:
                 unlike.append(Difference(name, str(values[0]), str(values[1]), option))
     return unlike

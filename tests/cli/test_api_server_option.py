@@ -82,7 +82,6 @@ def test_a_run_that_does_not_keep_it_busy_is_the_one_without_it(tmp_path: Path) 
         simulated(tmp_path / name, "--policy", SLOW, "--api-server", name)
     auto, off = (Run.load(tmp_path / name) for name in ("auto", "off"))
     assert auto.requests.equals(off.requests)
-    assert run_environment(auto.manifest) == run_environment(off.manifest)
 
 
 def test_runs_that_differ_in_what_auto_simulated_are_comparable() -> None:
@@ -92,9 +91,17 @@ def test_runs_that_differ_in_what_auto_simulated_are_comparable() -> None:
         for name, made in (("auto", "off"), ("auto", "datacenter"), ("off", "off"), ("datacenter", "datacenter"))
     ]
     quiet, busy, off, always = map(run_environment, asked)
-    assert quiet == busy == off
-    assert [difference.option for difference in differences(busy, always)] == ["api_server"]
+    assert quiet == busy
+    for stated, name in ((off, "off"), (always, "datacenter")):
+        assert list(map(str, differences(busy, stated))) == [f"options.api_server: auto against {name}"]
     assert [machine_of_run(one).api_server for one in asked] == ["", "datacenter", "", "datacenter"]
+
+
+def test_off_of_earlier_versions_may_have_been_the_rule_of_auto() -> None:
+    manifest = Run.load(STORED / "http_run").manifest
+    earlier = replace(manifest, options={"api_server": "off"})
+    auto = replace(manifest, options={"api_server": "auto"}, facts={**manifest.facts, "api_server": "datacenter"})
+    assert run_environment(earlier) == run_environment(auto) == run_environment(replace(manifest, options={}))
 
 
 def test_a_number_of_processes_simulates_them(tmp_path: Path) -> None:

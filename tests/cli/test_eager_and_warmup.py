@@ -54,11 +54,9 @@ def test_the_options_are_in_the_manifest_and_keep_runs_apart(tmp_path: Path) -> 
     assert warm.table("requests").num_rows == 40
     ours = run_environment(plain.manifest)
     assert [str(each) for each in differences(ours, run_environment(eager.manifest))] == [
-        "options.enforce_eager: None against True"
+        "options.enforce_eager: False against True"
     ]
-    assert [str(each) for each in differences(ours, run_environment(warm.manifest))] == [
-        "options.warmup: None against 20"
-    ]
+    assert [str(each) for each in differences(ours, run_environment(warm.manifest))] == ["options.warmup: 0 against 20"]
 
 
 def test_runs_from_before_these_options_stay_comparable(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from math import nan
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from ebbench.papers.fidelity.cases_servers import FAILED_NOTE, server_cases, sil
 from ebbench.papers.fidelity.report import AUDIT_PAGE, BOARD, front, read_cells
 from ebbench.papers.fidelity.runs import replay_cells, run_cases
 from ebbench.papers.fidelity.scores import PublishedFigure
+from ebbench.records.warnings import SEEN, warning
 
 COMMITTED = Path(__file__).parents[2] / "reports" / "fidelity" / BOARD
 
@@ -179,3 +182,22 @@ def test_silent_rows_of_the_committed_report_are_as_near_as_promised() -> None:
     assert sum(row.verdict == "missing" for row in audit) <= 0.05 * len(audit)
     page = (COMMITTED.parent / AUDIT_PAGE).read_text(encoding="utf-8").partition("## By row")[2]
     assert page.count("\n| ") == len(audit) + 2
+
+
+TOLD: dict[str, dict[str, Any]] = {
+    "front-end-decides": {"front_end_ms": 20.0, "share": 0.9},
+    "older-vllm": {"vllm_version": "0.11"},
+}
+"""Values of the caveats whose sentence needs them in a certain form."""
+
+
+@pytest.mark.parametrize("code", SEEN)
+def test_a_caveat_says_the_range_in_which_runs_were_off(code: str) -> None:
+    """In words and for the audit; the median of the committed figures with it lies within."""
+    words = str(warning(code, **TOLD.get(code, {"device": "h200", "gpus": 4})))
+    audit = [row for row in scoreboard.audited(read_cells(COMMITTED.parent)) if code in row.caveats]
+    for figure, (low, high) in SEEN[code].items():
+        for bound in (low, high):
+            assert not bound or re.search(rf"\b{abs(100 * bound):.0f}\b", words), f"{bound} is not in: {words}"
+        errors = [row.cell.error for row in audit if row.figure == figure]
+        assert low <= median(errors) <= high

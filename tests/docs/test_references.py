@@ -7,11 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
-
-from ebbench.analysis.sessions import SESSIONS
-from ebbench.records import schema
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"ebbench": ROOT / "ebbench", "vllm_eb": ROOT / "patches" / "vllm_eb"}
@@ -72,16 +68,6 @@ def test_files_that_a_page_names_without_their_folder_exist(page: Path) -> None:
     folders = (*PACKAGES.values(), ROOT / "tests", ROOT / "docs")
     known = {path.name for folder in folders for path in folder.rglob("*.py")}
     assert set(FILE.findall(page.read_text(encoding="utf-8"))) <= known
-
-
-def test_every_column_of_stored_tables_is_explained() -> None:
-    pages = "".join(
-        (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("reading-a-run", "sessions")
-    )
-    explained = set(re.findall(r"`(\w+)`", pages))
-    tables = [SESSIONS, *(table for table in vars(schema).values() if isinstance(table, pa.Schema))]
-    assert len(tables) > 9
-    assert not [name for table in tables for name in table.names if name not in explained]
 
 
 def test_the_walk_of_the_architecture_page_names_what_is_there() -> None:

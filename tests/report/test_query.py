@@ -17,10 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from ebbench.analysis.sessions import SESSIONS
 from ebbench.analysis.summary import summarise
 from ebbench.gate.baselines import BASELINES
 from ebbench.records.run import SCHEMAS, Run
-from ebbench.records.schema import DECISIONS_EXTRAS, DRAFT_COLUMNS, SERVER_METRICS
+from ebbench.records.schema import DECISIONS_EXTRAS, PLAN_EXTRAS, REQUESTS_EXTRAS, SERVER_METRICS
 from ebbench.report.database import TABLES
 from ebbench.sweep.drive import SCHEMA
 from tests.processes.process_tree import wait_until
@@ -298,15 +299,15 @@ def named(text: str) -> set[str]:
     }
 
 
-DRAFT_NAMES = [column.name for column in DRAFT_COLUMNS]
-
-
 @pytest.mark.parametrize("name", sorted(TABLES))
 def test_columns_are_documented_and_no_others(name: str) -> None:
-    only_of_some_runs = {"decisions": DECISIONS_EXTRAS.names, "requests": ["class", "tool_ns", *DRAFT_NAMES]}.get(
-        name, []
-    )
+    only_of_some_runs = {"decisions": DECISIONS_EXTRAS.names, "requests": REQUESTS_EXTRAS.names}.get(name, [])
     assert named(section("reading-a-run.md", f"### {name}.parquet")) == {*TABLES[name].names, *only_of_some_runs}
+
+
+def test_columns_of_sessions_and_those_that_few_plans_have_are_documented() -> None:
+    assert named(section("sessions.md", "## What the plan says")) == set(PLAN_EXTRAS.names)
+    assert named(section("reading-a-run.md", "### classes.parquet and sessions.parquet")) == set(SESSIONS.names)
 
 
 def test_stored_files_tell_the_types_of_their_columns(runs: Path) -> None:
