@@ -524,8 +524,8 @@ DIALECTS: Mapping[Endpoint, Dialect] = {
         fixed=_USAGE, typed=decoder(chat=True),
     ),
     "responses": Dialect(
-        "input", "messages", lambda: _responses, "max_output_tokens", fixed=_STREAM | {"store": False}, counts=_OF_INPUT,
-        named_events=True,
+        "input", "messages", lambda: _responses, "max_output_tokens", fixed=_STREAM | {"store": False},
+        counts=_OF_INPUT, named_events=True,
     ),
     "messages": Dialect(
         "messages", "messages", lambda: _messages,
