@@ -56,8 +56,8 @@ _ROOM = 16_384
 def make_room_for_files() -> None:
     """Make the kernel's table of this process's files large now.
 
-    It is doubled when it is full, at 64, 256, 512 files and so on, and where the process has several threads the one that
-    opens the file waits 5 to 20 ms for that, in which a load generator times no answer.
+    It is doubled when it is full, at 64, 256, 512 files and so on, and the thread that opens the file waits 5 to 20 ms
+    for that if the process has others. In a load generator no answer is timed meanwhile.
     """
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     last = (_ROOM if soft == resource.RLIM_INFINITY else min(soft, _ROOM)) - 1
