@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -20,7 +20,7 @@ from ebbench.render.documents import Console
 from ebbench.render.live import Work, shown
 from ebbench.runs.pool import make_pool
 from ebbench.runs.prepare import checked_server, each_once, parse_policies
-from ebbench.sizing.choose import DeploymentChoice, choose
+from ebbench.sizing.choose import DeploymentPlan, choose
 from ebbench.sizing.deployments import Candidate, PlanTask, plan_notes
 from ebbench.sizing.limits import limits_of
 from ebbench.sizing.plan_sentences import REFUSALS
@@ -39,25 +39,6 @@ SESSIONS = 2000
 DEFAULT_POLICIES = ("v1", "ebplus", "marginal")
 MOST_HEADROOM = 10.0
 """More is a percentage by mistake."""
-
-
-@dataclass(frozen=True)
-class DeploymentPlan:
-    """The deployments that carry a load, with ``prices`` per GPU-hour and their currency and date.
-
-    ``task``: the load, with one of the candidates. ``notes``: sentences on the load.
-    """
-
-    deployments: DeploymentChoice
-    task: PlanTask
-    prices: Mapping[str, float]
-    priced_in: str
-    notes: tuple[str, ...]
-
-    @property
-    def shown(self) -> tuple[DeploymentChoice, PlanTask, Mapping[str, float], str, tuple[str, ...]]:
-        """The arguments of the functions of :mod:`ebbench.sizing.plan_sentences`."""
-        return self.deployments, self.task, self.prices, self.priced_in, self.notes
 
 
 def plan_tasks(asked: PlanCommand, settings: Mapping[str, Any]) -> list[PlanTask]:
@@ -104,18 +85,15 @@ def find_plan(given: Mapping[str, Any], messages: Console, *, workers: int | Non
     prices = check_prices(asked.price, dict.fromkeys(task.candidate.device for task in tasks))
     plan_notes(tasks[0])  # raises what no plan can be built from, before anything is simulated
     with shown(messages, Work("plan", unit="candidates"), quiet=quiet) as work:
-        deployments = choose(tasks, prices, make_pool(workers, len(tasks)), work.reached)
-    refused, carried = deployments.refused, deployments.carrying
-    if refused and all(reason.code == "missed_alone" for _, reason in refused) and not carried:
-        candidate, reason = refused[0]
+        plan = choose(tasks, prices, make_pool(workers, len(tasks)), work.reached)
+    if plan.refused and all(reason.code == "missed_alone" for _, reason in plan.refused) and not plan.carrying:
+        candidate, reason = plan.refused[0]
         why = reason.worded(REFUSALS)
         raise UsageError(f"no candidate meets the limits: {candidate.device} {candidate.shape} {why}")
-    notes = plan_notes(tasks[0], carried[0].deployment.replicas if carried else 1)
+    notes = plan_notes(tasks[0], plan.carrying[0].deployment.replicas if plan.carrying else 1)
     # A workload with arrivals of its own is told that they were replaced, unless others were asked for.
     note = "" if asked.scenario is not None else poisson_instead(settings["workload"], settings)
-    return DeploymentPlan(
-        deployments, tasks[0], prices, sources(asked.price), (*filter(None, [note]), *map(str, notes))
-    )
+    return replace(plan, priced_in=sources(asked.price), notes=(*filter(None, [note]), *map(str, notes)))
 
 
 def with_candidates(

@@ -70,17 +70,23 @@ class Costed:
 
 
 @dataclass(frozen=True)
-class DeploymentChoice:
-    """Deployments, cheapest first; ``refused``: candidates that cannot run or meet the limits, with the reason.
+class DeploymentPlan:
+    """The deployments that carry a load, cheapest first.
 
-    ``pruned``: candidates left out because they cost at least ``WITHIN`` times the cheapest deployment. ``unbounded``:
-    candidates whose saturated rate is unknown.
+    ``task``: the load, with one of the candidates. ``prices``: per GPU-hour; ``priced_in``: their currency and date.
+    ``refused``: candidates that cannot run or meet the limits, with the reason. ``pruned``: candidates left out because
+    they cost at least ``WITHIN`` times the cheapest deployment. ``unbounded``: candidates whose saturated rate is
+    unknown. ``notes``: sentences on the load.
     """
 
+    task: PlanTask
+    prices: Mapping[str, float]
     carrying: tuple[Costed, ...]
     refused: tuple[tuple[Candidate, Fact], ...] = ()
     pruned: tuple[Candidate, ...] = ()
     unbounded: tuple[Candidate, ...] = ()
+    priced_in: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -96,7 +102,7 @@ def choose(
     prices: Mapping[str, float],
     pool: Pool,
     advance: Callable[[str, int, int], None] = lambda _what, _done, _total: None,
-) -> DeploymentChoice:
+) -> DeploymentPlan:
     """Search the deployments. ``advance`` is called with what is being done, how often it is done, and how often in
     all."""
     state = _State()
@@ -130,7 +136,7 @@ def choose(
     state.refused += missed
     on_frontier = tuple(on_frontiers(stressed))
     unbounded = tuple(bounded.candidate for bounded in bounds if math.isinf(bounded.saturated_per_s))
-    return DeploymentChoice(on_frontier, tuple(state.refused), tuple(state.pruned), unbounded)
+    return DeploymentPlan(task, prices, on_frontier, tuple(state.refused), tuple(state.pruned), unbounded)
 
 
 def _rank(costed: Costed) -> tuple[float, int, float]:

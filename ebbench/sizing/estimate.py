@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
+from ebbench.analysis.metrics import Slo
 from ebbench.analysis.statistics import t_quantile
 
 # Fits the share of requests that meet a requirement over log(load), and finds where it crosses the required share.
@@ -152,7 +153,7 @@ def _merge_batches(batches: Sequence[tuple[int, int]], merged: int) -> list[tupl
 
 @dataclass(frozen=True)
 class Requirement:
-    """``share`` of the requests must meet the limits named ``name`` (``ttft``, ``tpot``, ``ttft tpot``, ...).
+    """``share`` of the requests must meet the limits ``slo``, named ``name`` (``ttft``, ``tpot``, ``ttft tpot``, ...).
 
     ``of_class``: of which class of requests, whose limits are named ``class:ttft``; None: of all.
     """
@@ -160,6 +161,7 @@ class Requirement:
     name: str
     share: float
     of_class: str | None = None
+    slo: Slo = field(default_factory=Slo, compare=False)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ebbench.devices.profiles import find_model
 from ebbench.records.warnings import RunWarning, Texts
 from ebbench.render import numbers
 from ebbench.render.tables import framed
-from ebbench.sizing.choose import Costed, DeploymentChoice
+from ebbench.sizing.choose import Costed, DeploymentPlan
 from ebbench.sizing.deployments import (
     NOISE,
     USUAL_HEADROOM,
@@ -43,56 +43,50 @@ REFUSALS: Texts = {
 """Why a candidate is left out."""
 
 
-def parts(
-    choice: DeploymentChoice,
-    task: PlanTask,
-    prices: Mapping[str, float],
-    priced_in: str = "",
-    notes: Sequence[str] = (),
-) -> list[Table | str]:
-    """The printed tables and sentences, in order. ``priced_in``: currency and date of the prices; ``notes``: what is
-    said of the load."""
+def parts(plan: DeploymentPlan) -> list[Table | str]:
+    """The printed tables and sentences, in order."""
+    task = plan.task
     lines: list[Table | str] = [
         f"{task.model}, {task.spec.plan.workload}: {task.rate:g} sessions/s within {task.limits}. Simulated on device "
         f"models that hold as much KV cache as vLLM {task.vllm}{_types(task)}{_in_front(task)}; "
         "reports/fidelity/ has the error of each."
     ]
-    if choice.carrying:
-        lines += ["", _table(choice, task, prices), *_legend(choice, task)]
-        lines += ["", _efficiency(choice, task, prices), _EFFICIENT]
-        lines += [f"Prices in {priced_in}."] if priced_in else []
-        lines += ["", *_remarks(choice, task, prices), ""]
+    if plan.carrying:
+        lines += ["", _table(plan), *_legend(plan)]
+        lines += ["", _efficiency(plan), _EFFICIENT]
+        lines += [f"Prices in {plan.priced_in}."] if plan.priced_in else []
+        lines += ["", *_remarks(plan), ""]
     else:
         lines.append(f"No candidate carries {_carried(task)}{',' if task.spare else ''} within the limits.")
-    lines += _experts(choice, task)
-    if choice.unbounded:
+    lines += _experts(plan)
+    if plan.unbounded:
         lines.append(
             "The workload has too few sessions to fill a batch, so no saturated rate bounds the number of replicas: "
             "near saturation a queue may grow too slowly for runs of this length to show it."
         )
     reasons: dict[str, list[Candidate]] = {}
-    for candidate, reason in choice.refused:
+    for candidate, reason in plan.refused:
         reasons.setdefault(reason.worded(REFUSALS), []).append(candidate)
     lines += [
-        f"{_count(candidates)} left out: {reason} ({_names(candidates, choice)})."
+        f"{_count(candidates)} left out: {reason} ({_names(candidates, plan)})."
         for reason, candidates in sorted(reasons.items(), key=lambda item: -len(item[1]))
     ]
-    if choice.pruned:
+    if plan.pruned:
         lines.append(
-            f"{_count(choice.pruned)} left out: at their saturated rate, which no load within limits exceeds "
+            f"{_count(plan.pruned)} left out: at their saturated rate, which no load within limits exceeds "
             f"({100 * (NOISE - 1):.0f} % added for noise), or as sized, they cost more than {WITHIN:g} times the "
-            f"cheapest ({_names(choice.pruned, choice)})."
+            f"cheapest ({_names(plan.pruned, plan)})."
         )
-    return [*lines, *map(numbers.sentence, notes)]
+    return [*lines, *map(numbers.sentence, plan.notes)]
 
 
 def _count(candidates: Sequence[Candidate]) -> str:
     return f"{len(candidates)} candidate{'s' if len(candidates) > 1 else ''}"
 
 
-def _names(candidates: Sequence[Candidate], choice: DeploymentChoice) -> str:
+def _names(candidates: Sequence[Candidate], plan: DeploymentPlan) -> str:
     """``l40s tp1, h100 tp1 tp2 (v1)``: the policies where not all candidates of a device and shape are named."""
-    all_policies = _policies(_all_candidates(choice))
+    all_policies = _policies(_all_candidates(plan))
     by_device: dict[tuple[str, str], list[str]] = {}
     for (device, shape), policies in _policies(candidates).items():
         named = "" if policies == all_policies.get((device, shape)) else f" ({', '.join(policies)})"
@@ -112,11 +106,11 @@ def _policies(candidates: Iterable[Candidate]) -> dict[tuple[str, str], list[str
     return policies
 
 
-def _all_candidates(choice: DeploymentChoice) -> list[Candidate]:
+def _all_candidates(plan: DeploymentPlan) -> list[Candidate]:
     return [
-        *(entry.deployment.candidate for entry in choice.carrying),
-        *(entry for entry, _ in choice.refused),
-        *choice.pruned,
+        *(entry.deployment.candidate for entry in plan.carrying),
+        *(entry for entry, _ in plan.refused),
+        *plan.pruned,
     ]
 
 
@@ -127,25 +121,25 @@ def _in_front(task: PlanTask) -> str:
     return f", {' '.join(words)}" if words else ""
 
 
-def _table(choice: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> Table:
-    varied = _varied_of(choice)
+def _table(plan: DeploymentPlan) -> Table:
+    task, varied = plan.task, _varied_of(plan)
     table = framed()
     table.add_column("  device", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("policy", overflow="fold", min_width=8)
     latencies = ("TTFT\nmedian", "TPOT\nmedian")
     more, lost = f"at\nx{1 + _headroom(task):g}", f"{'one' if task.spare < 2 else task.spare}\nlost"
-    for header in ("cost\nper h" if prices else "GPUs", *latencies, "met\nrate", more, lost):
+    for header in ("cost\nper h" if plan.prices else "GPUs", *latencies, "met\nrate", more, lost):
         table.add_column(header, justify="right", no_wrap=True)
-    for costed in choice.carrying:
+    for costed in plan.carrying:
         candidate = costed.deployment.candidate
         table.add_row(
             ("* " if costed.frontier else "  ") + candidate.device,
             f"{costed.deployment.replicas} x {_short(candidate)}",
             candidate.policy + varied(candidate),
-            f"{costed.cost:.2f}" if prices else str(costed.deployment.gpus),
+            f"{costed.cost:.2f}" if plan.prices else str(costed.deployment.gpus),
             *_measured(costed),
-            style="bold" if costed is choice.carrying[0] else None,
+            style="bold" if costed is plan.carrying[0] else None,
         )
     return table
 
@@ -155,8 +149,8 @@ def _short(candidate: Candidate) -> str:
     return candidate.shape.replace("=", "").replace(",", " ")
 
 
-def _varied_of(choice: DeploymentChoice) -> Callable[[Candidate], str]:
-    return _varied([costed.deployment.candidate for costed in choice.carrying])
+def _varied_of(plan: DeploymentPlan) -> Callable[[Candidate], str]:
+    return _varied([costed.deployment.candidate for costed in plan.carrying])
 
 
 def _varied(candidates: Sequence[Candidate]) -> Callable[[Candidate], str]:
@@ -181,15 +175,15 @@ def _lost(task: PlanTask) -> str:
     return "one replica" if task.spare < 2 else f"{task.spare} replicas"
 
 
-def _efficiency(choice: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> Table:
+def _efficiency(plan: DeploymentPlan) -> Table:
     """Speed per user against throughput per GPU, and what tokens and requests cost."""
-    varied = _varied_of(choice)
+    varied = _varied_of(plan)
     table = framed()
     table.add_column("  deployment", overflow="fold", min_width=20)
-    costs = ("cost per 1M\noutput tok", "cost per\n1,000 req") if prices else ()
+    costs = ("cost per 1M\noutput tok", "cost per\n1,000 req") if plan.prices else ()
     for header in ("GPUs", "tok/s\nper user", "tok/s\nper GPU", *costs):
         table.add_column(header, justify="right", no_wrap=True)
-    for costed in choice.carrying:
+    for costed in plan.carrying:
         candidate = costed.deployment.candidate
         table.add_row(
             f"{'+ ' if costed.efficient else '  '}{costed.deployment.replicas} x {candidate.device} "
@@ -197,7 +191,7 @@ def _efficiency(choice: DeploymentChoice, task: PlanTask, prices: Mapping[str, f
             str(costed.deployment.gpus),
             numbers.rate(costed.tokens_per_s_per_user),
             numbers.rate(costed.tokens_per_s_per_gpu),
-            *((f"{_per_million(costed, prices):.3g}", f"{_per_thousand(costed, task):.3g}") if prices else ()),
+            *((f"{_per_million(costed, plan):.3g}", f"{_per_thousand(costed, plan.task):.3g}") if plan.prices else ()),
         )
     return table
 
@@ -226,9 +220,9 @@ def _level(level: Level | None) -> str:
     return "over" if level.overloaded else f"{100 * level.attainment:.0f}"
 
 
-def _overloads(choice: DeploymentChoice) -> Iterator[str]:
+def _overloads(plan: DeploymentPlan) -> Iterator[str]:
     """What "over" means, where the table has it."""
-    stressed = [costed.stress for costed in choice.carrying if costed.stress is not None]
+    stressed = [costed.stress for costed in plan.carrying if costed.stress is not None]
     levels = [level for costed in stressed for level in (costed.at_rate, costed.with_headroom, costed.lost)]
     if any(level is not None and level.overloaded for level in levels):
         yield "over: the queue grows for as long as requests come."
@@ -237,32 +231,32 @@ def _overloads(choice: DeploymentChoice) -> Iterator[str]:
 _EFFICIENT = "+: none has as many output tokens/s both per user and per GPU."
 
 
-def _legend(choice: DeploymentChoice, task: PlanTask) -> list[str]:
+def _legend(plan: DeploymentPlan) -> list[str]:
     """What the table of deployments shows."""
-    candidate = choice.carrying[0].deployment.candidate
+    candidate = plan.carrying[0].deployment.candidate
     sizes = f"B = {candidate.max_num_batched_tokens:,} tokens per step, N = {candidate.max_num_seqs:,} sequences."
     return [
         "*: no other deployment shown costs no more and has as low a TTFT and TPOT.",
         f"met: % of the requests sent in the steady window that keep the limits, at the rate, at "
-        f"{100 * (1 + _headroom(task)):g} % of it and at the rate with {_lost(task)} lost. "
+        f"{100 * (1 + _headroom(plan.task)):g} % of it and at the rate with {_lost(plan.task)} lost. "
         "Of the best deployments all replicas are simulated behind a least-outstanding dispatcher, of the others one.",
-        *_overloads(choice),
-        *([] if _varied_of(choice)(candidate) else [sizes]),
+        *_overloads(plan),
+        *([] if _varied_of(plan)(candidate) else [sizes]),
     ]
 
 
-def _remarks(choice: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> list[str]:
+def _remarks(plan: DeploymentPlan) -> list[str]:
     """The answer, what it does not carry, and what it rests on."""
-    best = choice.carrying[0]
+    best, task = plan.carrying[0], plan.task
     candidate, gpus = best.deployment.candidate, best.deployment.gpus
     return [
         f"Cheapest that carries {_carried(task)}: {best.deployment.replicas} x {candidate.device} "
-        f"{candidate.shape} under {candidate.policy}{_varied_of(choice)(candidate)}, "
+        f"{candidate.shape} under {candidate.policy}{_varied_of(plan)(candidate)}, "
         f"{gpus} {'GPU' if gpus == 1 else 'GPUs'}"
-        + (f", {_per_million(best, prices):.3g} per million output tokens, " if prices else "")
-        + (f"{_per_thousand(best, task):.3g} per 1,000 requests." if prices else "."),
+        + (f", {_per_million(best, plan):.3g} per million output tokens, " if plan.prices else "")
+        + (f"{_per_thousand(best, task):.3g} per 1,000 requests." if plan.prices else "."),
         *_weaknesses(best, task),
-        *map(numbers.sentence, _caveats(choice, task)),
+        *map(numbers.sentence, _caveats(plan)),
     ]
 
 
@@ -289,11 +283,11 @@ def _in_words(level: Level) -> str:
     return "the queue grows without bound" if level.overloaded else f"{100 * level.attainment:.0f} % met"
 
 
-def _experts(choice: DeploymentChoice, task: PlanTask) -> list[str]:
+def _experts(plan: DeploymentPlan) -> list[str]:
     """A note if instances that share experts were possible and not among the candidates."""
-    candidates = _all_candidates(choice)
+    candidates = _all_candidates(plan)
     most = max((candidate.gpus for candidate in candidates), default=1)
-    if most == 1 or any(candidate.ep > 1 for candidate in candidates) or not find_model(task.model).experts:
+    if most == 1 or any(candidate.ep > 1 for candidate in candidates) or not find_model(plan.task.model).experts:
         return []
     return [
         f"No candidate shares experts between its GPUs; --instance tp={most},ep={most} and --instance "
@@ -307,14 +301,14 @@ def _types(task: PlanTask) -> str:
     return (f", weights in {task.spec.server.quantization}" if task.spec.server.quantization else "") + cache
 
 
-def _caveats(choice: DeploymentChoice, task: PlanTask) -> list[str]:
+def _caveats(plan: DeploymentPlan) -> list[str]:
     """What is not measured, and matters, of the deployments shown: each said once, with those it holds for."""
-    shown = [costed.deployment.candidate for costed in choice.carrying]
+    shown = [costed.deployment.candidate for costed in plan.carrying]
     settings = [
         {"device": candidate.device, "instance": _short(candidate), "policy": candidate.policy} for candidate in shown
     ]
     owner = by_settings(settings, lambda _, values: values, "deployments")
-    lines = told_once([_caveats_of(costed, task) for costed in choice.carrying], owner)
+    lines = told_once([_caveats_of(costed, plan.task) for costed in plan.carrying], owner)
     return [f"{line.removesuffix('.')}." for line in lines]
 
 
@@ -322,20 +316,15 @@ def _caveats_of(costed: Costed, task: PlanTask) -> tuple[RunWarning, ...]:
     return caveats(task.on(costed.deployment.candidate), costed.deployment, costed.stress)
 
 
-def _per_million(costed: Costed, prices: Mapping[str, float]) -> float | None:
+def _per_million(costed: Costed, plan: DeploymentPlan) -> float | None:
     tokens = costed.tokens_per_s_per_gpu * costed.deployment.gpus
-    return costed.cost / 3600 / tokens * 1e6 if prices and tokens else None
+    return costed.cost / 3600 / tokens * 1e6 if plan.prices and tokens else None
 
 
-def as_dict(
-    choice: DeploymentChoice,
-    task: PlanTask,
-    prices: Mapping[str, float],
-    priced_in: str = "",
-    notes: Sequence[str] = (),
-) -> dict[str, Any]:
+def as_dict(plan: DeploymentPlan) -> dict[str, Any]:
     """One object: the question, the deployments from cheapest to most expensive, and refused candidates with
     reasons."""
+    task = plan.task
     return {
         "workload": task.spec.plan.workload,
         "model": task.model,
@@ -349,25 +338,25 @@ def as_dict(
         "headroom": task.headroom,
         "spare": task.spare,
         "limits": str(task.limits),
-        "prices_per_gpu_hour": dict(prices) or None,
-        "priced_in": priced_in or None,
-        "deployments": [_deployment(costed, task, prices) for costed in choice.carrying],
-        "refused": [{**vars(candidate), "reason": to_builtins(reason)} for candidate, reason in choice.refused],
-        "left_out": [vars(candidate) for candidate in choice.pruned],
-        "notes": list(notes),
+        "prices_per_gpu_hour": dict(plan.prices) or None,
+        "priced_in": plan.priced_in or None,
+        "deployments": [_deployment(costed, plan) for costed in plan.carrying],
+        "refused": [{**vars(candidate), "reason": to_builtins(reason)} for candidate, reason in plan.refused],
+        "left_out": [vars(candidate) for candidate in plan.pruned],
+        "notes": list(plan.notes),
     }
 
 
-def _deployment(costed: Costed, task: PlanTask, prices: Mapping[str, float]) -> dict[str, Any]:
-    reading, stress = costed.deployment.reading, costed.stress
+def _deployment(costed: Costed, plan: DeploymentPlan) -> dict[str, Any]:
+    reading, stress, task = costed.deployment.reading, costed.stress, plan.task
     return {
         **vars(costed.deployment.candidate),
         "caveats": [said.to_dict(str(said)) for said in _caveats_of(costed, task)],
         "replicas": costed.deployment.replicas,
         "gpus": costed.deployment.gpus,
-        "cost_per_hour": costed.cost if prices else None,
-        "cost_per_million_output_tokens": _per_million(costed, prices),
-        "cost_per_1000_requests": _per_thousand(costed, task) if prices else None,
+        "cost_per_hour": costed.cost if plan.prices else None,
+        "cost_per_million_output_tokens": _per_million(costed, plan),
+        "cost_per_1000_requests": _per_thousand(costed, task) if plan.prices else None,
         "median_ttft_ms": numbers.finite(costed.ttft_ms),
         "median_tpot_ms": numbers.finite(costed.tpot_ms),
         "tokens_per_s_per_user": costed.tokens_per_s_per_user or None,

@@ -20,9 +20,10 @@ from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.errors import InputFileError, UsageError
 from ebbench.records.plan import Plan
 from ebbench.records.warnings import fact
+from ebbench.render.figures import save_plot
 from ebbench.runs.pool import InProcess
-from ebbench.sizing.chart import save_frontier
-from ebbench.sizing.choose import Costed, DeploymentChoice, choose, on_frontiers
+from ebbench.sizing.chart import frontiers
+from ebbench.sizing.choose import Costed, DeploymentPlan, choose, on_frontiers
 from ebbench.sizing.deployments import (
     WITHIN,
     Bound,
@@ -308,7 +309,7 @@ def test_the_tables_fit_80_columns() -> None:
     rows = [replace(row, deployment=replace(row.deployment, replicas=12)) for row in rows]
     text = StringIO()
     console = Console(file=text, width=80)
-    for part in parts(DeploymentChoice(tuple(rows)), TASKS[0], {"rtx-pro-6000": 1.8, "l40s": 0.9}):
+    for part in parts(DeploymentPlan(TASKS[0], {"rtx-pro-6000": 1.8, "l40s": 0.9}, tuple(rows))):
         if isinstance(part, Table):
             console.print(part)
     for words in ("x1.2", "lost", "over", "123.45", "12 x tp1", "1,000 req", "output tok"):
@@ -318,8 +319,8 @@ def test_the_tables_fit_80_columns() -> None:
 @pytest.mark.parametrize("lost", [Level(0.5, True), Level(0.5, False), None])
 def test_over_is_explained_where_the_table_has_it(lost: Level | None) -> None:
     stress = Stress(Level(1.0, False), Level(0.99, False), lost, 451.0, 24.4)
-    found = DeploymentChoice((replace(costed("h200", 1.0, 20.0, 10.0, 100.0), stress=stress),))
-    explained = any(isinstance(part, str) and part.startswith("over:") for part in parts(found, TASKS[0], {}))
+    found = DeploymentPlan(TASKS[0], {}, (replace(costed("h200", 1.0, 20.0, 10.0, 100.0), stress=stress),))
+    explained = any(isinstance(part, str) and part.startswith("over:") for part in parts(found))
     assert explained is (lost is not None and lost.overloaded)
 
 
@@ -329,7 +330,7 @@ def test_deployments_are_named_with_budget_and_sequences_if_they_differ(budget: 
     candidate = replace(other.deployment.candidate, max_num_batched_tokens=budget, max_num_seqs=seqs)
     other = replace(other, deployment=replace(other.deployment, candidate=candidate))
     text = StringIO()
-    for part in parts(DeploymentChoice((one, other)), TASKS[0], {}):
+    for part in parts(DeploymentPlan(TASKS[0], {}, (one, other))):
         if isinstance(part, Table):
             Console(file=text, width=200).print(part)
     assert text.getvalue().count("B=8192 N=64") == (2 if named else 0)  # in both tables
@@ -339,8 +340,8 @@ def test_deployments_are_named_with_budget_and_sequences_if_they_differ(budget: 
 @pytest.mark.parametrize(("replicas", "gpus"), [(1, "1 GPU."), (3, "3 GPUs.")])
 def test_the_cheapest_deployment_is_named_with_its_number_of_gpus(replicas: int, gpus: str) -> None:
     one = costed("h200", 1.0, 20.0, 10.0, 100.0)
-    found = DeploymentChoice((replace(one, deployment=replace(one.deployment, replicas=replicas)),))
-    [sentence] = [part for part in parts(found, TASKS[0], {}) if isinstance(part, str) and part.startswith("Cheapest")]
+    found = DeploymentPlan(TASKS[0], {}, (replace(one, deployment=replace(one.deployment, replicas=replicas)),))
+    [sentence] = [part for part in parts(found) if isinstance(part, str) and part.startswith("Cheapest")]
     assert sentence.endswith(gpus)
 
 
@@ -365,7 +366,7 @@ def test_both_frontiers_hold_every_deployment_that_no_other_beats(figures: list[
 
 def test_the_plot_has_cost_over_latency_and_throughput_over_speed(tmp_path: Path) -> None:
     found = on_frontiers([costed("h200", 3.5, 20, 6, 5000), costed("l40s", 3.6, 70, 29, 1400)])
-    save_frontier(DeploymentChoice(tuple(found)), True, tmp_path / "frontier.svg")
+    save_plot(frontiers(DeploymentPlan(TASKS[0], PRICES, tuple(found))), tmp_path / "frontier.svg")
     text = (tmp_path / "frontier.svg").read_text()
     for title in ("median TTFT (ms)", "median TPOT (ms)", "cost per hour", "output tokens/s per GPU"):
         assert title in text
@@ -373,8 +374,8 @@ def test_the_plot_has_cost_over_latency_and_throughput_over_speed(tmp_path: Path
 
 def test_candidates_left_out_are_counted_by_reason() -> None:
     reason = fact("cannot_run", error="no room")
-    found = DeploymentChoice((), refused=((TASKS[0].candidate, reason), (TASKS[0].candidate, reason)))
-    assert parts(found, TASKS[0], {})[-1] == "2 candidates left out: no room (h200 tp1)."
+    found = DeploymentPlan(TASKS[0], {}, (), refused=((TASKS[0].candidate, reason), (TASKS[0].candidate, reason)))
+    assert parts(found)[-1] == "2 candidates left out: no room (h200 tp1)."
 
 
 def test_candidates_left_out_are_named_with_their_policies() -> None:
@@ -384,7 +385,7 @@ def test_candidates_left_out_are_named_with_their_policies() -> None:
     dear = [of("h100", tp, policy) for tp in (1, 2) for policy in ("v1", "eb")] + [of("h200", 2, "eb")]
     kept = [costed("l40s", 1.0, 20.0, 10.0, 100.0)]
     kept.append(replace(kept[0], deployment=replace(kept[0].deployment, candidate=of("h200", 2, "v1"))))
-    said = parts(DeploymentChoice(tuple(kept), pruned=tuple(dear)), TASKS[0], {})
+    said = parts(DeploymentPlan(TASKS[0], {}, tuple(kept), pruned=tuple(dear)))
     assert "than 1.5 times the cheapest (h100 tp1 tp2, h200 tp2 (eb))." in str(said[-1])
 
 
@@ -411,9 +412,9 @@ def test_under_what_more_the_cheapest_fails_is_said_with_the_options(
     one = replace(one, deployment=replace(one.deployment, replicas=3))
     one = replace(one, stress=Stress(Level(1.0, False), headroom, lost, 20.0, 10.0))
     sized = replace(TASKS[0], headroom=0.2, spare=1)
-    lines = [str(part) for part in parts(DeploymentChoice((one,)), TASKS[0], {}) if "It misses" in str(part)]
+    lines = [str(part) for part in parts(DeploymentPlan(TASKS[0], {}, (one,))) if "It misses" in str(part)]
     assert lines == ([said] if said else [])
-    [line] = [str(part) for part in parts(DeploymentChoice((one,)), sized, {}) if "Cheapest" in str(part)]
+    [line] = [str(part) for part in parts(DeploymentPlan(sized, {}, (one,))) if "Cheapest" in str(part)]
     assert "carries 120 % of this rate, and this rate with one replica lost: 3 x h200" in line
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from ebbench.cli.main import app
 from ebbench.runs.execute import Task, make
 from ebbench.sizing import candidates
-from ebbench.sizing.choose import Costed, DeploymentChoice
+from ebbench.sizing.choose import Costed, DeploymentPlan
 from ebbench.sizing.deployments import Candidate, Deployment, PlanTask, bound, size
 from ebbench.sizing.plan_sentences import parts
 from ebbench.spec.run import simulated
@@ -67,7 +67,7 @@ def test_what_the_gpus_share_changes_the_time_per_token() -> None:
 def printed(*candidates: Candidate, model: str = "qwen3-30b-a3b", width: int = 200) -> str:
     text = StringIO()
     found = tuple(Costed(Deployment(each, 12, READING), 123.45) for each in candidates)
-    for part in parts(DeploymentChoice(found), task("h200").changed(model=model), {"h200": 3.0}):
+    for part in parts(DeploymentPlan(task("h200").changed(model=model), {"h200": 3.0}, found)):
         Console(file=text, width=width if isinstance(part, Table) else 10_000).print(part)
     return text.getvalue()
 
