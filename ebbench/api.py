@@ -259,7 +259,7 @@ class PlanResult(Shown):
     @property
     def deployments(self) -> tuple[Costed, ...]:
         """Cheapest first; empty if no candidate carries the load."""
-        return self.plan.carrying
+        return self.plan.deployments.carrying
 
     @property
     def best(self) -> Costed | None:

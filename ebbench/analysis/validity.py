@@ -58,7 +58,7 @@ class _Causes(msgspec.Struct, forbid_unknown_fields=True):
 
 @cache
 def _causes() -> list[tuple[str, str, str]]:
-    return load_toml(Path(__file__).with_name("causes.toml"), _Causes).causes
+    return load_toml(Path(__file__).with_name("validity.toml"), _Causes).causes
 
 
 def _remedy(error_class: str, message: str) -> str:

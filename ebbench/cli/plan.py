@@ -41,7 +41,7 @@ def plan(
         figures.check_plot(plot)
     messages = Console(stderr=True, highlight=False)
     sized = find_plan({**settings, "workload": workload}, messages, workers=workers, quiet=quiet)
-    if plot is not None and sized.carrying:
+    if plot is not None and sized.deployments.carrying:
         figures.save_plot(chart.frontiers(sized), plot)
     if as_json:
         sys.stdout.write(json.dumps(plan_sentences.as_dict(sized), indent=2, allow_nan=False) + "\n")
@@ -49,7 +49,7 @@ def plan(
         console = Console(highlight=False)
         for part in plan_sentences.parts(sized):
             console.print(part, markup=False, soft_wrap=isinstance(part, str))
-    if not sized.carrying:
+    if not sized.deployments.carrying:
         sys.exit(UsageError.exit_code)
 
 

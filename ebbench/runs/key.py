@@ -186,6 +186,9 @@ def source_files(tree: Tree, entries: Sequence[str], known: FileCache) -> dict[s
             plain.add(module)
         facts = known.facts(path, stat, module)
         files[module] = (Path(path), facts.digest)
+        data = f"{path.removesuffix('.py')}.toml"  # the module's own
+        with suppress(OSError):
+            files[f"{module} data"] = (Path(data), known.facts(data, os.stat(data)).digest)  # noqa: PTH116
         parents = (module.rpartition(".")[0],) if "." in module else ()
         if module in LOADED_BY_NAME:
             inside = (f"{module}.{policy.stem}" for policy in sorted(Path(path).parent.glob("[!_]*.py")))

@@ -118,7 +118,7 @@ def frontiers(plan: DeploymentPlan) -> Any:
             "user": costed.tokens_per_s_per_user,
             "gpu": costed.tokens_per_s_per_gpu,
         }
-        for costed in plan.carrying
+        for costed in plan.deployments.carrying
         if math.isfinite(costed.ttft_ms) and math.isfinite(costed.tpot_ms)
     ]
     names = list(dict.fromkeys(str(row["series"]) for row in rows))
