@@ -21,6 +21,7 @@ from ebbench.records.warnings import Fact, RunWarning, fact
 from ebbench.sizing.estimate import (
     FEWEST,
     SURELY_OVER,
+    USUAL_PROBES,
     Estimate,
     Probe,
     Requirement,
@@ -94,8 +95,6 @@ def next_load(search: SearchSettings, probes: Sequence[Probe]) -> float | None:
     return _refined(search, probes, estimated) if again is None and estimated.half_width > search.precision else again
 
 
-USUAL_PROBES = 10
-"""Probes of a whole search, before its first one tells more."""
 _REFINING = 4
 """Probes from a narrow bracket to the end, before a fit tells more."""
 

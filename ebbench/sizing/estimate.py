@@ -29,6 +29,8 @@ _NEAR_LOGITS = 2.5
 """Distance from the crossing, in logits of the fitted share, of probes in the fit: a steep curve uses fewer loads."""
 FEWEST = 5
 """Least number of probes for a fit: two parameters and three residuals."""
+USUAL_PROBES = 10
+"""Probes of a whole search, before its first one tells more."""
 CONFIDENCE = 0.95
 _WIDEST = math.log(2)
 """Wider half intervals, in log(load), are not reported."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ebbench.records.run import MANIFEST, Run, slug, unused
 from ebbench.render.live import Work, in_words, shown
 from ebbench.runs.execute import measured, planned
-from ebbench.sizing.drive import USUAL_PROBES
+from ebbench.sizing.estimate import USUAL_PROBES
 
 if TYPE_CHECKING:
     from ebbench.devices.base import Device
