@@ -73,6 +73,7 @@ class Family:
     one_each: bool = False
     tied: bool = False
     qk_norm: bool = False
+    joint_norms: bool = False
     norms: int = 2
     others: Callable[[ConfigValues], int] | None = None
     modules: ModuleNames = field(default_factory=ModuleNames)
@@ -402,7 +403,8 @@ FAMILIES: Mapping[str, Family] = {
                               understood=(*_HUNYUAN_KEYS, "use_mixed_mlp_moe")),
     "hy_v3": replace(MIXTURE, qk_norm=True, understood=("enable_moe_fp32_combine",),
                      defaults={"first_k_dense_replace": 1}),
-    **dict.fromkeys(("mixtral", "minimax_m2"), replace(MIXTURE, modules=_BLOCK_SPARSE_MOE)),
+    "mixtral": replace(MIXTURE, modules=_BLOCK_SPARSE_MOE),
+    "minimax_m2": replace(MIXTURE, modules=_BLOCK_SPARSE_MOE, qk_norm=True, joint_norms=True),
     **dict.fromkeys(("phimoe", "granitemoe", "granitemoeshared", "olmoe", "flex_olmo", "deepseek",
                      "solar_open", "glm4_moe", "glm4v_moe_text", "aria_text"), MIXTURE),
     "dots1": replace(MIXTURE, pattern=_after_layers),

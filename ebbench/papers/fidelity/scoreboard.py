@@ -132,7 +132,7 @@ def audited(cells: Iterable[PublishedFigure]) -> list[Audited]:
     chosen = [
         cell
         for cell in cells
-        if cell.source.startswith(AUDITED) and ", no API" not in cell.source and "fused" not in cell.source
+        if cell.source.startswith(AUDITED) and ", no API" not in cell.source
         if cell.scored and not cell.fitted and cell.metric in names
     ]
     return [_audit(cell, names[cell.metric]) for cell in chosen]
