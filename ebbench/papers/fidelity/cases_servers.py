@@ -90,8 +90,8 @@ def _server_plan(row: Mapping[str, str]) -> dict[str, str | int | float]:
     shared = {"prefix_share": float(row["prefix_share"])} if row["prefix_share"] else {}
     return {
         "workload": "balanced", "input_len": int(row["input_tokens"]), "output_len": int(row["output_tokens"]),
-        "length_distribution": "fixed", "scenario": "poisson", "request_rate": float(row["requests_per_s"]),
-        **load, **shared,
+        "length_distribution": "fixed", "scenario": f"{REFERENCE}scenarios/inference-perf.toml",
+        "request_rate": float(row["requests_per_s"]), **load, **shared,
     }  # fmt: skip
 
 
