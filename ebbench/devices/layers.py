@@ -552,7 +552,8 @@ def _gemm_tables(device: str, dtype: str) -> Gemm | None:
 
     def gemm(n: int, k: int) -> tuple[Array, Array]:
         rows = np.array([_bilinear(widths, plane, n, k) for plane in grid])
-        return np.array(tokens, dtype=float), rows
+        narrower = min(n / widths[0], 1.0) * min(k / widths[0], 1.0)  # than the grid: all but the fixed part shrinks
+        return np.array(tokens, dtype=float), rows.min() + (rows - rows.min()) * narrower
 
     return gemm
 
