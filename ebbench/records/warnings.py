@@ -31,11 +31,13 @@ API_SERVER_LOAD = frozenset({SERVER_BUSY, SERVER_SIMULATED, SERVER_LIMITS})
 SEEN: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "older-vllm": {"TPOT": (-0.08, -0.02)},
     "older-vllm-queue": {"throughput": (0.0, 0.8), "TTFT": (-0.75, -0.1), "TPOT": (-0.6, -0.1)},
-    "older-vllm-experts": {"TPOT": (-0.3, 0.0)},
-    "experts-few-sequences": {"TPOT": (-0.28, 0.0)},
+    "older-vllm-short-prompts": {"throughput": (0.0, 2.8), "TPOT": (-0.98, 2.8)},
+    "older-vllm-experts": {"TPOT": (-0.27, 0.1)},
+    "experts-few-sequences": {"TPOT": (-0.19, 0.0)},
     "experts-first-tokens": {"TTFT": (-0.6, 0.0)},
-    "first-tokens-without-graphs": {"TTFT": (-0.6, -0.09)},
-    "front-end-decides": {"TTFT": (-0.62, 0.13)},
+    "first-tokens-without-graphs": {"TTFT": (-0.6, -0.06)},
+    "front-end-decides": {"TTFT": (-0.62, 0.14)},
+    "near-capacity": {"TTFT": (-0.7, 31.0), "TPOT": (-0.35, 0.0)},
 }
 """How far off figures were against measured servers, by code of the caveat that says so: shares, ours over theirs less
 one. ``ebbench fidelity`` compares them with every row of its sources."""
@@ -690,15 +692,15 @@ TEXTS: Texts = {
         "and arithmetic; shapes measured there are off by 10 to 20 % in the median when scaled so from each other, "
         "with any batch"
     ),
-    # InferenceX, 20 rows with at most 8 open on 4 or 8 GPUs; on fewer GPUs -4 %.
+    # InferenceX, 25 rows with at most 8 open on 4 or 8 GPUs; those with one open request had CUDA graphs of parts only.
     "experts-few-sequences": (
-        "times per token of mixtures of experts with few sequences on four and more GPUs are 13 % too short in the "
-        "median (up to 28) against measured servers with this GPU: router and choice of experts are not modelled"
+        "times per token of mixtures of experts with few sequences on four and more GPUs are 6 % too short in the "
+        "median (up to 19) against measured servers with this GPU"
     ),
-    # InferenceX: gpt-oss -11 (B200), -19, -25 % in the median (H100, H200; its servers forced Marlin kernels there, the
-    # tables have Triton's); MiniMax -13, -28 %, prompts of 922 tokens where no CUDA graph held them -27 to -75 %.
+    # InferenceX: gpt-oss -11 (B200), -17, -24 % in the median (H100, H200; its servers forced Marlin kernels there, the
+    # tables have Triton's); MiniMax -14, -25 %, prompts of 922 tokens where no CUDA graph held them -25 to -76 %.
     "experts-first-tokens": (
-        "times to first token of mixtures of experts are too short with few open requests: 11 to 28 % in the median "
+        "times to first token of mixtures of experts are too short with few open requests: 11 to 25 % in the median "
         "against measured servers with this GPU, 30 to 60 % for short prompts beyond the largest CUDA graph (512 "
         "tokens, unless --max-cudagraph-capture-size says more), whose kernels the host launches one by one"
     ),
@@ -721,15 +723,16 @@ TEXTS: Texts = {
         f"times to first token are too short: on measured servers with this GPU requests took about {front_end_ms:g} "
         f"ms (8 to 20) in front of the engine, which was not modelled: {100 * share:.0f} % of this run's mean"
     ),
-    # inference-perf -5 to -31 %, GPUStack's Qwen3-8B with 1 to 8 open -58 to -62, gpt-oss on four B200 +13.
+    # inference-perf -4 to -27 %, GPUStack's Qwen3-8B with 1 to 8 open -58 to -62, gpt-oss on four B200 +14.
     "front-end-decides": lambda front_end_ms, share: (
         f"times to first token rest on the {front_end_ms:g} ms in front of the engine ({100 * share:.0f} % of their "
-        "mean), seen by clients that open a connection for every request: such runs were 29 % too short in the median "
-        "against measured servers (13 % too long to 62 too short); --front-end-ms takes your own"
+        "mean), seen by clients that open a connection for every request: such runs were 19 % too short in the median "
+        "against measured servers (14 % too long to 62 too short); --front-end-ms takes your own"
     ),
+    # InferenceX, Llama-3.3-70B: with one and two GPUs -6 to -33 %, from four on -9 to -15 % with 7,373 tokens in.
     "first-tokens-without-graphs": (
-        "times to first token of prompts of about 1,000 tokens are 30 to 60 % too short on {gpus} {device} against "
-        "measured servers that captured CUDA graphs of decodes only; of prompts of 7,000 tokens 9 to 15 %"
+        "times to first token are 6 to 35 % too short on {device} against measured servers that captured CUDA graphs "
+        "of decodes only; of prompts of about 1,000 tokens on four and more GPUs 30 to 60 %"
     ),
     HOST_DOUBTED: _host_doubted,
     HOST_UNFITTED: _host_unfitted,
@@ -770,23 +773,35 @@ TEXTS: Texts = {
         "experts in MXFP4 compute with activations in MXFP8 on {device}, as vLLM's recipe for gpt-oss sets it "
         "(VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8=1); without it steps of gpt-oss take 10 to 50 % longer"
     ),
+    # InferenceX (70B on one B200, MiniMax on two, 70B on two H100), inference-perf at 112 to 254 requests/s.
+    "near-capacity": (
+        "the load is near what this server carries ({kv_share:.0%} of its KV cache and {running} sequences at its "
+        "fullest): a few per cent of a step, or of the cache, decide whether requests wait. Against measured servers "
+        "times to first token of such runs were up to 70 % too short or up to 3100 % too long, times per token up to "
+        "35 % too short"
+    ),
     "not-as-served": "{what}: not measured as served on {device}; {taken}",
     # InferenceX (0.10.2) and inference-perf (0.11), TPOT of dense models: -2.5 to -7.8 % in the median.
     "older-vllm": (
         "--vllm-version {vllm_version} sets defaults and KV cache of that version, not its kernels, CUDA graphs and "
         "host: those of 0.19 to 0.24 are 2 to 8 % faster in the median than measured servers of 0.10 and 0.11"
     ),
-    # InferenceX, 13 rows: gpt-oss under 0.13, MiniMax under 0.17 with Triton's experts; median -14 %.
+    # InferenceX, 13 rows: gpt-oss under 0.13, MiniMax under 0.17 with Triton's experts; median -9 %.
     "older-vllm-experts": (
-        "times per token of mixtures of experts are 14 % too short in the median (up to 30) on {device} against "
-        "measured servers of vLLM 0.13 to 0.17, whose kernels of experts were slower"
+        "times per token of mixtures of experts are 9 % too short in the median (27 % too short to 10 too long) on "
+        "{device} against measured servers of vLLM 0.13 to 0.17, whose kernels of experts were slower"
     ),
     # GPUStack, 45 runs with all requests at once; on RTX 4090 and, with long random prompts, A100 nothing of it.
     "older-vllm-queue": (
         "where requests wait for a place, measured servers of vLLM 0.9 to 0.11 with this GPU were slower than this run "
-        "says: its throughput is too high by 0 to 80 % (one in ten by more, most with prompts of a hundred tokens: "
-        "0.11.0 parses the chat template anew for every request), times to first token 10 to 75 % and times per token "
-        "10 to 60 % too short"
+        "says: its throughput is too high by 0 to 80 %, times to first token 10 to 75 % and times per token 10 to 60 % "
+        "too short"
+    ),
+    # GPUStack: 1,000 prompts of 128 tokens with answers of 4, and ShareGPT.
+    "older-vllm-short-prompts": (
+        "with a queue of short prompts the front end of these servers decides (0.11.0 parses the chat template anew "
+        "for every request): throughput was too high by 0 to 280 %, times per token of answers of four tokens were 98 "
+        "% too short to 280 % too long"
     ),
     "other-shape": lambda given, model, params: (
         f"{given} has the name of {model} and another shape ({params / 1e9:.2f}B parameters): what is published and "

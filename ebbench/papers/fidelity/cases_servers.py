@@ -45,9 +45,9 @@ def measured_servers() -> Iterator[Case]:
     """vLLM servers with the arguments of their runs (``reports/reference/servers``): InferenceX, inference-perf and
     LLMServingSim.
 
-    Closed loops have the client's concurrency, open loops its rate and, as connections, its limit; their client's
-    ``constant`` load has exponential gaps, scaled to the stage's duration. Three runs repeat recorded requests. Settings
-    were fixed before the first run of ours by the source's own arguments.
+    Closed loops have the client's concurrency, open loops its rate and, as connections, its limit (their client's
+    ``constant`` load has exponential gaps, scaled to the stage's duration); three runs repeat recorded requests.
+    Settings were fixed before the first run of ours by the source's own arguments.
     """
     for row in reference_rows(SERVERS):
         single = row["topology"] == "tp=1"
