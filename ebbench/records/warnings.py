@@ -570,7 +570,7 @@ _WORDED: Texts = {
     # inference-perf -4 to -27 %, GPUStack's Qwen3-8B with 1 to 8 open -58 to -62, gpt-oss on four B200 +15.
     "front-end-decides": lambda front_end_ms, share: (
         f"times to first token rest on the {front_end_ms:g} ms in front of the engine ({100 * share:.0f} % of their "
-        "mean), seen by clients that open a connection for every request: such runs were 19 % too short in the median "
+        "mean), seen by clients that open a connection for every request: such runs were 26 % too short in the median "
         "against measured servers (15 % too long to 62 too short); --front-end-ms takes your own"
     ),
     HOST_DOUBTED: _host_doubted,
