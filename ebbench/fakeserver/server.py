@@ -32,8 +32,8 @@ from ebbench.fakeserver.scheduled_response import (
     error_body,
     response,
 )
-from ebbench.process.alarm import Alarm
-from ebbench.process.child import allow_open_files
+from ebbench.process.alarm import Alarm, take_short_slices
+from ebbench.process.child import allow_open_files, make_room_for_files
 
 # HTTP/1.1 on one connection: httptools parses requests, the router responds.
 
@@ -457,6 +457,8 @@ async def serve(config: FakeConfig, on_ready: Callable[[int], None]) -> Ledger:
 def run(config: FakeConfig, on_ready: Callable[[int], None]) -> Ledger:
     """Run :func:`serve` on its own uvloop."""
     allow_open_files(_CONNECTIONS)
+    make_room_for_files()
+    take_short_slices()
     return uvloop.run(serve(config, on_ready))
 
 
