@@ -741,7 +741,7 @@ TEXTS: Texts = {
         "low."
     ),
     "kv-of-mean-request": (
-        "layers of {model} keep a window of tokens or a state: since requests share prefixes, its KV cache is taken to "
+        "layers of {model} keep a window of tokens: since requests share prefixes, its KV cache is taken to "
         "hold {tokens:,} tokens, as it does of requests of the mean length ({mean_tokens:,.0f}); of longer ones more "
         "tokens would fit, of shorter ones fewer"
     ),
