@@ -552,7 +552,7 @@ def _longbench_v2_rows(log: LogFile, options: ReadOptions) -> Rows:
         prompt, answer = "\n".join(part for part in parts if isinstance(part, str)), record.value.get("answer")
         inputs = texts.tokens(prompt) if prompt else None
         outputs = texts.tokens(answer) if isinstance(answer, str) and answer else None
-        if inputs is None or outputs is None:
+        if not inputs or not outputs:
             yield Dropped(record.line, unusable(inputs, outputs))
             continue
         ids = texts.prefix_ids(prompt, inputs)
