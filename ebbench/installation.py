@@ -28,7 +28,7 @@ class Extra:
 
     def missing(self) -> tuple[str, ...]:
         """The distributions that are not installed."""
-        return tuple(name for name in self.distributions if not _installed(name))
+        return tuple(name for name in self.distributions if not installed_version(name))
 
 
 EXTRAS: Mapping[str, Extra] = MappingProxyType(
@@ -73,14 +73,16 @@ def own_distributions() -> tuple[str, ...]:
     return tuple(match.group() for match in names if match is not None)
 
 
-def _installed(distribution: str) -> bool:
+def installed_version(*distributions: str) -> str:
+    """The version of the first of these distributions that is installed; empty if none is."""
     from importlib import metadata
 
-    try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    for name in distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
 
 
 _PACKAGE = Path(__file__).resolve().parent

@@ -24,12 +24,12 @@ from ebbench.client.dialects import DIALECTS
 from ebbench.client.messages import Stop, WorkerDone
 from ebbench.client.power import PowerSampler, open_power
 from ebbench.client.prefix_cache import drafts, hit_rate, met_before, note_prompts, unplanned_hits
-from ebbench.client.progress import SnapshotObserver, Tally
+from ebbench.client.progress import Tally
 from ebbench.client.request_sender import RequestSender, request_head
 from ebbench.client.response import StreamedResponse, response_to
 from ebbench.client.senders import Interrupts, Senders, local_senders
 from ebbench.client.server_queries import Scraper, Served, ServerQueries, reported_settings, run_to_end
-from ebbench.client.session_plan import PlanPart, check_attachments, rows_too_long, unique_ids, whole
+from ebbench.client.session_plan import PlanPart, check_attachments, rows_too_long, unique_ids
 from ebbench.client.telemetry import telemetry
 from ebbench.client.verdict import (
     client_warnings,
@@ -42,7 +42,7 @@ from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
 from ebbench.network.credentials import redacted
 from ebbench.process.termination import held
-from ebbench.records.plan import Plan, block_tokens, primed
+from ebbench.records.plan import Observer, Plan, block_tokens, primed
 from ebbench.records.schema import SERVER_METRICS
 from ebbench.records.warnings import ESTIMATED, ESTIMATED_TOKENS, RunWarning, warning
 from ebbench.spec.client import ClientOptions, lag_limit_ms, secrets, spacing_ns
@@ -191,15 +191,16 @@ def drive(
     url: str,
     plan: Plan,
     options: ClientOptions | None = None,
-    observer: SnapshotObserver | None = None,
+    observer: Observer | None = None,
     on_batch: Callable[[pa.Table], None] | None = None,
     environ: Mapping[str, str] = os.environ,
+    label: str = "endpoint",
 ) -> DriveResult:
     """Send ``plan`` to the server at ``url``, by the API that ``options.endpoint`` names, and wait for all responses.
 
-    ``observer`` receives progress; ``on_batch`` receives finished requests while the run goes on, as tables in the
-    REQUESTS schema. After the first SIGINT no request is sent and open requests may finish; the second SIGINT aborts
-    them. Signals are handled only if the caller is the main thread.
+    ``observer`` receives progress under ``label``; ``on_batch`` receives finished requests while the run goes on, as
+    tables in the REQUESTS schema. After the first SIGINT no request is sent and open requests may finish; the second
+    SIGINT aborts them. Signals are handled only if the caller is the main thread.
 
     Raises UsageError if the plan does not fit the server, RunError if the server cannot be reached, KeyboardInterrupt
     after a signal before the first request.
@@ -209,7 +210,7 @@ def drive(
 
     with held():
         try:
-            return run_to_end(lambda: _drive(server, plan, options, observer, on_batch, environ))
+            return run_to_end(lambda: _drive(server, plan, options, observer, on_batch, environ, label))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None  # interrupted before the first request
 
@@ -263,9 +264,10 @@ async def _drive(
     url: ServerUrl,
     plan: Plan,
     options: ClientOptions,
-    observer: SnapshotObserver | None,
+    observer: Observer | None,
     on_batch: Callable[[pa.Table], None] | None,
     environ: Mapping[str, str],
+    label: str,
 ) -> DriveResult:
     table, renamed = unique_ids(plan.table)
     id_prefix = options.id_prefix if options.id_prefix is not None else f"{token_hex(4)}-"
@@ -275,11 +277,11 @@ async def _drive(
         server = await stack.enter_async_context(ServerQueries(url, options, environ))
         ready = await _made_ready(server, url, table, plan, options, environ)
         served, dropped = ready.served, ready.dropped
-        part = whole(table, plan.phases, plan.max_concurrency, dropped, spacing_ns(options))
+        part = PlanPart(np.arange(len(plan)), table, plan.phases, plan.max_concurrency, dropped, spacing_ns(options))
         counter = _counter(options, server)
         dialect = DIALECTS[options.endpoint]
         tally = Tally(
-            table, observer, on_batch, options.keep_text, thinking=dialect.thinks, estimates=counter is not None
+            table, observer, on_batch, label, options.keep_text, thinking=dialect.thinks, estimates=counter is not None
         )
         scraper = Scraper(server, options.metrics_interval_s) if options.metrics_interval_s else None
         power = open_power(str(url), options.power, environ, made_up=served.made_up)

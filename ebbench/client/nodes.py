@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 import platform
 import time
@@ -13,7 +12,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
@@ -24,7 +22,7 @@ from ebbench.client.messages import Batch, FromParent, NodeReport, NodeTask, Pla
 from ebbench.client.senders import Findings, LocalSenders, OnBatch, Seen, local_senders, missing_records
 from ebbench.client.server_queries import ServerQueries
 from ebbench.client.session_plan import PlanPart, split
-from ebbench.config.server_url import ServerUrl
+from ebbench.config.server_url import ServerUrl, is_loopback
 from ebbench.errors import EbbenchError, RunError, UsageError
 from ebbench.network.credentials import KEY_VARIABLES
 from ebbench.process.ray_connection import given_address, joined, ray_for
@@ -136,8 +134,7 @@ async def _started(ray: Any, address: str, actor: Any) -> ClientNode:
 
 def check_reachable(url: str, nodes: Sequence[ClientNode]) -> None:
     """Raise UsageError for a server on this machine's loopback address that another machine is to load."""
-    host = urlsplit(url).hostname or ""
-    if not _is_loopback(host):
+    if not is_loopback(url):
         return
     own_place = this_place()
     away = [
@@ -150,13 +147,6 @@ def check_reachable(url: str, nodes: Sequence[ClientNode]) -> None:
             f"{url} is an address of this machine only, which client node {away[0]} cannot reach; let the server "
             "listen on an address of the network and give that"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 # How the monotonic clock of another machine relates to this one's, and how exactly that is known.
@@ -209,8 +199,6 @@ def alignment_error_ns(before: ClockOffset, after: ClockOffset) -> int:
 
 NODE_LOST = "node_lost"
 """Error class of requests whose client node was lost before it reported them."""
-LEAD_NS = 1_000_000_000
-"""Time between "all nodes are ready" and the start: the message must reach every node in time."""
 SILENT_S = 10.0
 """A node that reports nothing for so long is lost; it reports every second."""
 PREPARE_S = 600.0
@@ -263,7 +251,7 @@ class Sending:
 
 @dataclass
 class NodeSenders:
-    """The workers of several machines; see :class:`~ebbench.client.senders.Senders`."""
+    """The workers of several machines; see :class:`~ebbench.client.senders.LocalSenders`."""
 
     sending: list[Sending]
     url: ServerUrl
@@ -271,11 +259,11 @@ class NodeSenders:
     options: ClientOptions
     id_prefix: str
     keys: Mapping[str, str]
-    lead_ns: int = LEAD_NS
     start_ns: int = 0
+    lead_ns = 1_000_000_000
 
     async def ready(self) -> None:
-        """See Senders. Raises RunError for a node that cannot send."""
+        """See LocalSenders. Raises RunError for a node that cannot send."""
         await asyncio.gather(*(self._prepare(sender) for sender in self.sending))
         first = 0
         for sender in self.sending:
@@ -283,7 +271,7 @@ class NodeSenders:
             sender.before = await self._offset(sender)
 
     async def begin(self, start_ns: int) -> None:
-        """See Senders."""
+        """See LocalSenders."""
         self.start_ns = start_ns
         calls = []
         for sender in self.sending:
@@ -294,14 +282,14 @@ class NodeSenders:
         await asyncio.gather(*calls)
 
     def send_all(self, message: FromParent) -> None:
-        """See Senders."""
+        """See LocalSenders."""
         encoded = msgspec.msgpack.encode(message)
         for sender in self.sending:
             if sender.running:
                 sender.node.actor.tell.remote(encoded)
 
     async def listen(self, on_batch: OnBatch) -> None:
-        """See Senders. Then measure the clocks again and end the workers."""
+        """See LocalSenders. Then measure the clocks again and end the workers."""
         await asyncio.gather(*(self._listen(sender, on_batch) for sender in self.sending))
         for sender in self.sending:
             if not sender.lost_ns:
@@ -310,7 +298,7 @@ class NodeSenders:
                     await await_result(sender.node.actor.end.remote(), SILENT_S)
 
     def missing(self, seen: Seen) -> list[RequestRecord]:
-        """See Senders. Requests of a lost node have the error class NODE_LOST.
+        """See LocalSenders. Requests of a lost node have the error class NODE_LOST.
 
         They failed if their session had been released, as far as the node reported it or, in an open loop, by the plan.
         """
@@ -330,11 +318,11 @@ class NodeSenders:
         return records
 
     def workers(self) -> Mapping[int, WorkerDone | None]:
-        """See Senders. Without the workers of lost nodes."""
+        """See LocalSenders. Without the workers of lost nodes."""
         return {sender.first_worker + i: done for sender in self.sending for i, done in enumerate(sender.done or ())}
 
     def findings(self, limit_ms: float) -> Findings:
-        """See Senders."""
+        """See LocalSenders."""
         errors_ms = [error / 1e6 for sender in self.sending if (error := sender.alignment_error_ns()) is not None]
         worst_ms = max(errors_ms, default=0.0)
         invalid = [

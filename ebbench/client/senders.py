@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -55,6 +55,9 @@ from ebbench.process.termination import on_signal
 from ebbench.records.warnings import RunWarning
 from ebbench.spec.client import ClientOptions
 
+if TYPE_CHECKING:
+    from ebbench.client.nodes import NodeSenders
+
 # Worker processes as seen by their parent: starting, messages, stopping, and ending in every case.
 
 _SESSIONS_PER_WORKER = 512
@@ -72,50 +75,6 @@ class WorkerHandle:
     lost: bool = False
 
 
-@dataclass
-class WorkerPool:
-    """All workers, as child processes or as tasks of this process."""
-
-    handles: list[WorkerHandle] = field(default_factory=list)
-    processes: list[Child | ForkedChild] = field(default_factory=list)
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
-
-    def send_all(self, message: FromParent) -> None:
-        """Send a message to every worker that is still running."""
-        for handle in self.handles:
-            if handle.done is None and not handle.lost:
-                send(handle.writer, message)
-
-    async def ready(self) -> None:
-        """Wait until all workers have loaded the plan."""
-        for handle in self.handles:
-            message = await from_worker(handle.reader)
-            if not isinstance(message, Ready):
-                self._gone(handle, message if isinstance(message, WorkerDone) else None)
-
-    def begin(self, start_ns: int) -> None:
-        """Start all workers at ``start_ns``."""
-        self.send_all(Start(start_ns))
-
-    async def listen(self, on_batch: Callable[[WorkerHandle, Batch], None]) -> None:
-        """Receive the messages of all workers until each is done or lost."""
-        await asyncio.gather(*(self._listen(handle, on_batch) for handle in self.handles))
-
-    async def _listen(self, handle: WorkerHandle, on_batch: Callable[[WorkerHandle, Batch], None]) -> None:
-        while handle.done is None and not handle.lost:
-            message = await from_worker(handle.reader)
-            if isinstance(message, Batch):
-                on_batch(handle, message)
-            else:
-                self._gone(handle, message if isinstance(message, WorkerDone) else None)
-
-    def _gone(self, handle: WorkerHandle, done: WorkerDone | None) -> None:
-        """Record that a worker ended. If it failed, stop the others: in a closed loop they would wait for its slots."""
-        handle.done, handle.lost = done, done is None
-        if done is None or done.error is not None:
-            self.send_all(Stop(abort=True))
-
-
 def workers_for(most_open: int, options: ClientOptions) -> int:
     """Number of workers: as asked, or one per 512 sessions open at a time, at most one per CPU core."""
     if options.workers is not None:
@@ -124,13 +83,14 @@ def workers_for(most_open: int, options: ClientOptions) -> int:
 
 
 @contextlib.asynccontextmanager
-async def worker_pool(assignment: Assignment, workers: int, environ: Mapping[str, str]) -> AsyncIterator[WorkerPool]:
+async def _workers(
+    pool: LocalSenders, assignment: Assignment, workers: int, environ: Mapping[str, str]
+) -> AsyncIterator[None]:
     """Start ``workers`` processes with ``assignment`` and a number each; on exit, end them in every case.
 
     0 workers: one worker runs in this process.
     """
     count = max(1, workers)
-    pool = WorkerPool()
     wake_ups = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(count)]
     for end in (end for pair in wake_ups for end in pair):
         end.setblocking(False)
@@ -147,7 +107,7 @@ async def worker_pool(assignment: Assignment, workers: int, environ: Mapping[str
                 pool.processes.append(await _started(sockets, environ))
                 theirs.close()
             send(writer, msgspec.structs.replace(assignment, worker=number, workers=count))
-        yield pool
+        yield
     finally:
         await _end(pool)
         for end in (end for pair in wake_ups for end in pair):
@@ -186,7 +146,7 @@ def _work(sockets: WorkerSockets, environ: Mapping[str, str]) -> None:
     uvloop.run(run_worker(sockets, environ))
 
 
-async def _end(pool: WorkerPool) -> None:
+async def _end(pool: LocalSenders) -> None:
     """Close the sockets, on which workers abort by themselves; kill those that do not."""
     for handle in pool.handles:
         handle.writer.close()
@@ -254,49 +214,10 @@ class Interrupts:
             self._task.cancel()
 
 
-LEAD_NS = 100_000_000
-"""Time between "all workers are ready" and the start: the message must reach every worker in time."""
 OnBatch = Callable[[int, Batch], None]
 """Receives the number of a worker and the requests that it finished."""
 Seen = npt.NDArray[np.bool_]
 """Whether a request has a record, by row of the plan."""
-
-
-class Senders(Protocol):
-    """Workers that send one plan, on one machine or several."""
-
-    @property
-    def lead_ns(self) -> int:
-        """Time (ns) that the start must lie ahead when :meth:`begin` is called."""
-        ...
-
-    async def ready(self) -> None:
-        """Wait until all workers have loaded the plan."""
-        ...
-
-    async def begin(self, start_ns: int) -> None:
-        """Start all workers at ``start_ns`` (monotonic, of this machine)."""
-        ...
-
-    def send_all(self, message: FromParent) -> None:
-        """Send a message to every worker that is still running."""
-        ...
-
-    async def listen(self, on_batch: OnBatch) -> None:
-        """Pass on finished requests until each worker is done or lost."""
-        ...
-
-    def missing(self, seen: Seen) -> list[RequestRecord]:
-        """Records of the requests that no worker reported: never sent, or lost with their worker."""
-        ...
-
-    def workers(self) -> Mapping[int, WorkerDone | None]:
-        """The final message of each worker by its number; None for one that was lost."""
-        ...
-
-    def findings(self, limit_ms: float) -> Findings:
-        """Facts, warnings and reasons for INVALID about the machines. ``limit_ms``: the limit on the client's lag."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -310,41 +231,67 @@ class Findings:
 
 @dataclass
 class LocalSenders:
-    """The workers of this machine and their release schedule."""
+    """The workers of this machine, as child processes or as tasks of this process, and their release schedule."""
 
-    pool: WorkerPool
     schedule: ReleaseSchedule
     part: PlanPart
-    lead_ns: int = LEAD_NS
+    handles: list[WorkerHandle] = field(default_factory=list)
+    processes: list[Child | ForkedChild] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    lead_ns = 100_000_000
+    """Time between "all workers are ready" and the start: the message must reach every worker in time."""
 
     async def ready(self) -> None:
-        """See Senders."""
-        await self.pool.ready()
+        """Wait until all workers have loaded the plan."""
+        for handle in self.handles:
+            message = await from_worker(handle.reader)
+            if not isinstance(message, Ready):
+                self._gone(handle, message if isinstance(message, WorkerDone) else None)
 
     async def begin(self, start_ns: int) -> None:
-        """See Senders."""
+        """Start all workers at ``start_ns`` (monotonic, of this machine)."""
         self.schedule.begin(start_ns)
-        self.pool.begin(start_ns)
+        self.send_all(Start(start_ns))
 
     def send_all(self, message: FromParent) -> None:
-        """See Senders."""
-        self.pool.send_all(message)
+        """Send a message to every worker that is still running."""
+        for handle in self.handles:
+            if handle.done is None and not handle.lost:
+                send(handle.writer, message)
 
     async def listen(self, on_batch: OnBatch) -> None:
-        """See Senders."""
-        await self.pool.listen(lambda handle, batch: on_batch(handle.number, batch))
+        """Pass on finished requests until each worker is done or lost."""
+        await asyncio.gather(*(self._listen(handle, on_batch) for handle in self.handles))
+
+    async def _listen(self, handle: WorkerHandle, on_batch: OnBatch) -> None:
+        while handle.done is None and not handle.lost:
+            message = await from_worker(handle.reader)
+            if isinstance(message, Batch):
+                on_batch(handle.number, message)
+            else:
+                self._gone(handle, message if isinstance(message, WorkerDone) else None)
+
+    def _gone(self, handle: WorkerHandle, done: WorkerDone | None) -> None:
+        """Record that a worker ended. If it failed, stop the others: in a closed loop they would wait for its slots."""
+        handle.done, handle.lost = done, done is None
+        if done is None or done.error is not None:
+            self.send_all(Stop(abort=True))
 
     def missing(self, seen: Seen) -> list[RequestRecord]:
-        """See Senders."""
+        """Records of the requests that no worker reported: never sent, or lost with their worker."""
         return missing_records(self.part.sessions, self.schedule.released, self.part.dropped, seen)
 
     def workers(self) -> Mapping[int, WorkerDone | None]:
-        """See Senders."""
-        return {handle.number: handle.done for handle in self.pool.handles}
+        """The final message of each worker by its number; None for one that was lost."""
+        return {handle.number: handle.done for handle in self.handles}
 
     def findings(self, limit_ms: float) -> Findings:
-        """See Senders."""
+        """Facts, warnings and reasons for INVALID about the machines. ``limit_ms``: the limit on the client's lag."""
         return Findings({})
+
+
+Senders: TypeAlias = "LocalSenders | NodeSenders"
+"""Workers that send one plan, on one machine or several."""
 
 
 @contextlib.asynccontextmanager
@@ -370,8 +317,9 @@ async def local_senders(
             options=replace(options, slot_spacing_s=part.spacing_ns / 1e9),
             phases=part.phases, max_concurrency=part.max_concurrency, dropped=part.dropped,
         )  # fmt: skip
-        async with worker_pool(assignment, workers, environ) as pool:
-            yield LocalSenders(pool, schedule, part)
+        senders = LocalSenders(schedule, part)
+        async with _workers(senders, assignment, workers, environ):
+            yield senders
 
 
 def _allow_connections(part: PlanPart, workers: int) -> None:

@@ -225,17 +225,6 @@ class PlanPart:
         return max((phase.max_concurrency for phase in self.phases), default=self.max_concurrency or 0)
 
 
-def whole(
-    table: pa.Table,
-    phases: tuple[ClosedPhase, ...],
-    max_concurrency: int | None,
-    dropped: frozenset[int],
-    spacing_ns: int,
-) -> PlanPart:
-    """The whole plan as the part of one machine."""
-    return PlanPart(np.arange(table.num_rows), table, phases, max_concurrency, dropped, spacing_ns)
-
-
 def split(plan: PlanPart, machines: int) -> list[PlanPart]:
     """The parts of ``machines`` machines. Each session is in exactly one part.
 

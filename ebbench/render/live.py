@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
-from ebbench.engines.base import Progress
+from ebbench.records.plan import Progress
 from ebbench.render.documents import Console, ProgressEvent
 from ebbench.render.numbers import count, duration_ms, rate
 

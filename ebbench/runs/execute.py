@@ -20,12 +20,12 @@ from ebbench.analysis.metrics import Slo, parse_class_slo, refuse_unknown_classe
 from ebbench.analysis.summary import Drafted, Summary, metrics_dict, summarise_phases
 from ebbench.analysis.validity import of_device
 from ebbench.devices.base import Device
-from ebbench.engines.base import Engine, EngineResult, Observer, Progress, stated_limits, uses_priorities
+from ebbench.engines.base import Engine, EngineResult, stated_limits, uses_priorities
 from ebbench.engines.setup import journalled, policy_label, simulated_pools, with_step_parts, without_step_tables
 from ebbench.process.termination import held, interruptible, raise_if_stopped, signals_here
 from ebbench.records.files import TableParts
 from ebbench.records.manifest import RunLabels, wall_clock_ns
-from ebbench.records.plan import Plan
+from ebbench.records.plan import Observer, Plan, Progress
 from ebbench.records.run import Run, RunWriter
 from ebbench.records.warnings import SERVER_BUSY, SERVER_LIMITS, SERVER_SIMULATED, RunWarning, warning
 from ebbench.render.documents import Console

@@ -21,8 +21,8 @@ from ebbench.devices.base import StepShape
 from ebbench.simulation.kv import KvBlocks
 from ebbench.simulation.scheduler import Scheduler
 from ebbench.simulation.state import Ints, RequestState, token_slots
-from ebbench.simulation.step import NO_ROWS, SchedulerLimits, Step, Verified
-from ebbench.spec.server import Speculative
+from ebbench.simulation.step import NO_ROWS, Step, Verified
+from ebbench.spec.server import EngineOptions, Speculative
 
 _STREAM = 0xD4AF  # of random numbers, apart from those of plans
 
@@ -98,7 +98,7 @@ class DraftingScheduler(Scheduler):
     """
 
     def __init__(
-        self, state: RequestState, limits: SchedulerLimits, kv: KvBlocks, drafting: Drafting,
+        self, state: RequestState, limits: EngineOptions, kv: KvBlocks, drafting: Drafting,
         *, keep_finished: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(state, limits, kv, keep_finished=keep_finished)

@@ -25,7 +25,7 @@ from ebbench.client.nodes import (
     measured_offset,
     this_place,
 )
-from ebbench.client.session_plan import PlanPart, shares, split, whole
+from ebbench.client.session_plan import PlanPart, shares, split
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import EbbenchError, UsageError
 from ebbench.records.plan import ClosedPhase, Plan
@@ -34,7 +34,7 @@ from tests.client.client_runs import plan_of
 
 
 def part_of(plan: Plan, dropped: frozenset[int] = frozenset()) -> PlanPart:
-    return whole(plan.table, plan.phases, plan.max_concurrency, dropped, 100)
+    return PlanPart(np.arange(len(plan)), plan.table, plan.phases, plan.max_concurrency, dropped, 100)
 
 
 @st.composite
