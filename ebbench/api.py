@@ -59,8 +59,7 @@ if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderResult
 
     from ebbench.analysis.paired import Compared
-    from ebbench.sizing.candidates import DeploymentPlan
-    from ebbench.sizing.choose import Costed
+    from ebbench.sizing.choose import Costed, DeploymentPlan
     from ebbench.sizing.command import Searched
 
 __all__ = [
@@ -270,7 +269,7 @@ class PlanResult(Shown):
         """The object of ``ebbench plan --json``."""
         from ebbench.sizing.plan_sentences import as_dict
 
-        return as_dict(*self.plan.shown)
+        return as_dict(self.plan)
 
     def to_arrow(self) -> pa.Table:
         """One row per deployment, cheapest first."""
@@ -286,7 +285,7 @@ class PlanResult(Shown):
     def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
         from ebbench.sizing.plan_sentences import parts as plan_parts
 
-        for part in plan_parts(*self.plan.shown):
+        for part in plan_parts(self.plan):
             yield Text(named_as_keys(part)) if isinstance(part, str) else part
 
     def _repr_html_(self) -> str:

@@ -43,10 +43,10 @@ def plan(
     if plot is not None and sized.deployments.carrying:
         chart.save_frontier(sized.deployments, bool(sized.prices), plot)
     if as_json:
-        sys.stdout.write(json.dumps(plan_sentences.as_dict(*sized.shown), indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(plan_sentences.as_dict(sized), indent=2, allow_nan=False) + "\n")
     else:
         console = Console(highlight=False)
-        for part in plan_sentences.parts(*sized.shown):
+        for part in plan_sentences.parts(sized):
             console.print(part, markup=False, soft_wrap=isinstance(part, str))
     if not sized.deployments.carrying:
         sys.exit(UsageError.exit_code)

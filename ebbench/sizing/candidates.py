@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -20,13 +19,13 @@ from ebbench.render.documents import Console
 from ebbench.render.live import Work, shown
 from ebbench.runs.pool import make_pool
 from ebbench.runs.prepare import checked_server, each_once, parse_policies
-from ebbench.sizing.choose import DeploymentChoice, choose
-from ebbench.sizing.deployments import Candidate, PlanTask, plan_notes
+from ebbench.sizing.choose import DeploymentPlan, choose
+from ebbench.sizing.deployments import Candidate, Demand, candidate_of, plan_notes, run_of
 from ebbench.sizing.limits import limits_of
 from ebbench.sizing.plan_sentences import REFUSALS
 from ebbench.sizing.prices import check_prices, sources
 from ebbench.spec.commands import PlanCommand, asked_of
-from ebbench.spec.run import make_spec
+from ebbench.spec.run import RunSpec, make_spec
 from ebbench.workloads.log_report import poisson_instead
 from ebbench.workloads.mixture import class_names
 from ebbench.workloads.options import is_recorded
@@ -41,28 +40,10 @@ MOST_HEADROOM = 10.0
 """More is a percentage by mistake."""
 
 
-@dataclass(frozen=True)
-class DeploymentPlan:
-    """The deployments that carry a load, with ``prices`` per GPU-hour and their currency and date.
+def demanded(asked: PlanCommand, settings: Mapping[str, Any]) -> tuple[Demand, list[RunSpec]]:
+    """The load to carry, and the run of each candidate.
 
-    ``task``: the load, with one of the candidates. ``notes``: sentences on the load.
-    """
-
-    deployments: DeploymentChoice
-    task: PlanTask
-    prices: Mapping[str, float]
-    priced_in: str
-    notes: tuple[str, ...]
-
-    @property
-    def shown(self) -> tuple[DeploymentChoice, PlanTask, Mapping[str, float], str, tuple[str, ...]]:
-        """The arguments of the functions of :mod:`ebbench.sizing.plan_sentences`."""
-        return self.deployments, self.task, self.prices, self.priced_in, self.notes
-
-
-def plan_tasks(asked: PlanCommand, settings: Mapping[str, Any]) -> list[PlanTask]:
-    """One task per candidate. ``settings``: of the workload and of a simulated server, by name.
-
+    ``settings``: of the workload and of a simulated server, by name.
     Raises UsageError for unknown names and invalid numbers or limits.
     """
     _check_target(asked)
@@ -74,8 +55,9 @@ def plan_tasks(asked: PlanCommand, settings: Mapping[str, Any]) -> list[PlanTask
     spec = make_spec({**settings, **of_workload, "model": checked_server(settings)}).changed(redraw=True)
     if limits.named:
         refuse_unknown_classes(limits.named, class_names(spec.plan))
-    return with_candidates(
-        PlanTask(spec, limits, asked.request_rate, SESSIONS, asked.headroom, asked.spare),
+    demand = Demand(limits, asked.request_rate, SESSIONS, asked.headroom, asked.spare)
+    return demand, with_candidates(
+        spec,
         asked.device or measured_devices(),
         instance_shapes(asked.tp, asked.instance),
         [parsed.name for parsed in parse_policies(asked.policy or DEFAULT_POLICIES)],
@@ -100,33 +82,33 @@ def find_plan(given: Mapping[str, Any], messages: Console, *, workers: int | Non
     Raises UsageError, also if no candidate meets the limits with one request at a time.
     """
     asked, settings = asked_of(PlanCommand, given)
-    tasks = plan_tasks(asked, settings)
-    prices = check_prices(asked.price, dict.fromkeys(task.candidate.device for task in tasks))
-    plan_notes(tasks[0])  # raises what no plan can be built from, before anything is simulated
+    demand, specs = demanded(asked, settings)
+    prices = check_prices(asked.price, dict.fromkeys(candidate_of(spec).device for spec in specs))
+    plan_notes(demand, specs[0])  # raises what no plan can be built from, before anything is simulated
     with shown(messages, Work("plan", unit="candidates"), quiet=quiet) as work:
-        deployments = choose(tasks, prices, make_pool(workers, len(tasks)), work.reached)
+        deployments = choose(demand, specs, prices, make_pool(workers, len(specs)), work.reached)
     refused, carried = deployments.refused, deployments.carrying
     if refused and all(reason.code == "missed_alone" for _, reason in refused) and not carried:
         candidate, reason = refused[0]
         why = reason.worded(REFUSALS)
         raise UsageError(f"no candidate meets the limits: {candidate.device} {candidate.shape} {why}")
-    notes = plan_notes(tasks[0], carried[0].deployment.replicas if carried else 1)
+    notes = plan_notes(demand, specs[0], carried[0].deployment.replicas if carried else 1)
     # A workload with arrivals of its own is told that they were replaced, unless others were asked for.
     note = "" if asked.scenario is not None else poisson_instead(settings["workload"], settings)
     return DeploymentPlan(
-        deployments, tasks[0], prices, sources(asked.price), (*filter(None, [note]), *map(str, notes))
+        deployments, demand, specs[0], prices, sources(asked.price), (*filter(None, [note]), *map(str, notes))
     )
 
 
 def with_candidates(
-    task: PlanTask, devices: Sequence[str], shapes: Sequence[tuple[int, int, int]], policies: Sequence[str],
+    spec: RunSpec, devices: Sequence[str], shapes: Sequence[tuple[int, int, int]], policies: Sequence[str],
     budgets: Sequence[int], seqs: Sequence[int],
-) -> list[PlanTask]:  # fmt: skip
-    """The task on every combination; ``shapes``: (tp, dp, ep). Without ``budgets`` or ``seqs``: vLLM's on each device.
+) -> list[RunSpec]:  # fmt: skip
+    """The run on every combination; ``shapes``: (tp, dp, ep). Without ``budgets`` or ``seqs``: vLLM's on each device.
 
     Raises UnknownNameError for an unknown device.
     """
-    version = task.spec.server.vllm_version or DEFAULT_VLLM
+    version = spec.server.vllm_version or DEFAULT_VLLM
     limits_per_device = []
     for device in devices:
         chosen = batch_limits(find_profile(device), version)
@@ -138,7 +120,7 @@ def with_candidates(
         ]
         limits_per_device.append(sizes)
     return [
-        task.on(Candidate(device, tp, policy, budget, most, dp, ep))
+        run_of(Candidate(device, tp, policy, budget, most, dp, ep), spec)
         for limits in limits_per_device
         for (tp, dp, ep), policy, (device, budget, most) in product(shapes, policies, limits)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from ebbench.records.warnings import Fact, fact
 from ebbench.runs.pool import Pool, values
@@ -14,14 +15,16 @@ from ebbench.sizing.deployments import (
     WITHIN,
     Bound,
     Candidate,
+    Demand,
     Deployment,
-    PlanTask,
     Stress,
     bound,
+    candidate_of,
     must_hold,
     size,
     stress,
 )
+from ebbench.spec.run import RunSpec
 
 STRESSED = 3
 _CHUNK = 4
@@ -83,6 +86,21 @@ class DeploymentChoice:
     unbounded: tuple[Candidate, ...] = ()
 
 
+@dataclass(frozen=True)
+class DeploymentPlan:
+    """The deployments that carry a load, with ``prices`` per GPU-hour and their currency and date.
+
+    ``spec``: the run of one of the candidates. ``notes``: sentences on the load.
+    """
+
+    deployments: DeploymentChoice
+    demand: Demand
+    spec: RunSpec
+    prices: Mapping[str, float]
+    priced_in: str = ""
+    notes: tuple[str, ...] = ()
+
+
 @dataclass
 class _State:
     cheapest: float = float("inf")
@@ -92,41 +110,43 @@ class _State:
 
 
 def choose(
-    tasks: Sequence[PlanTask],
+    demand: Demand,
+    specs: Sequence[RunSpec],
     prices: Mapping[str, float],
     pool: Pool,
     advance: Callable[[str, int, int], None] = lambda _what, _done, _total: None,
 ) -> DeploymentChoice:
-    """Search the deployments. ``advance`` is called with what is being done, how often it is done, and how often in
-    all."""
+    """Search the deployments; ``specs``: the run of each candidate.
+
+    ``advance`` is called with what is being done, how often it is done, and how often in all.
+    """
     state = _State()
-    by_candidate = {task.candidate: task for task in tasks}
+    by_candidate = {candidate_of(spec): spec for spec in specs}
     bounds: list[Bound] = []
-    for bounded in values(pool, bound, tasks):
+    for bounded in values(pool, bound, specs):
         bounds.append(bounded)
-        advance("saturated rates", len(bounds), len(tasks))
-    task = tasks[0]  # all have one load
+        advance("saturated rates", len(bounds), len(specs))
     state.refused += [(bounded.candidate, bounded.refused) for bounded in bounds if bounded.refused]
     waiting = [bounded for bounded in bounds if not bounded.refused]
-    waiting.sort(key=lambda bounded: (_least(bounded, task, prices), bounded.candidate.gpus))
+    waiting.sort(key=lambda bounded: (_least(bounded, demand, prices), bounded.candidate.gpus))
     while waiting:
         chunk, waiting = waiting[:_CHUNK], waiting[_CHUNK:]
         jobs = []
         for bounded in chunk:
             most = int(WITHIN * state.cheapest / _unit(bounded.candidate, prices)) if state.carrying else MOST_REPLICAS
-            if bounded.fewest(task) > MOST_REPLICAS:
+            if bounded.fewest(demand) > MOST_REPLICAS:
                 state.refused.append((bounded.candidate, TOO_MANY))
-            elif bounded.fewest(task) > most:
+            elif bounded.fewest(demand) > most:
                 state.pruned.append(bounded.candidate)
             else:
-                jobs.append((by_candidate[bounded.candidate], bounded.first(task), most))
-        for deployment in values(pool, _size, jobs):
+                jobs.append((by_candidate[bounded.candidate], bounded.first(demand), most))
+        for deployment in values(pool, partial(_size, demand), jobs):
             _take(state, deployment, prices)
             decided = len(state.carrying) + len(state.refused) + len(state.pruned)
-            advance("numbers of replicas", decided, len(tasks))
+            advance("numbers of replicas", decided, len(specs))
     advance("complete simulations of the cheapest", 0, 0)
     kept = sorted(_within_cost(state), key=_rank)
-    stressed, missed = _stressed(kept, by_candidate, prices, pool)
+    stressed, missed = _stressed(demand, kept, by_candidate, prices, pool)
     state.refused += missed
     on_frontier = tuple(on_frontiers(stressed))
     unbounded = tuple(bounded.candidate for bounded in bounds if math.isinf(bounded.saturated_per_s))
@@ -137,12 +157,12 @@ def _rank(costed: Costed) -> tuple[float, int, float]:
     return costed.cost, costed.deployment.gpus, costed.tpot_ms
 
 
-def _size(job: tuple[PlanTask, int, int]) -> Deployment:
-    return size(*job)
+def _size(demand: Demand, job: tuple[RunSpec, int, int]) -> Deployment:
+    return size(demand, *job)
 
 
-def _stress(job: tuple[PlanTask, int, int]) -> tuple[Candidate, int, Stress]:
-    return job[0].candidate, *stress(*job)
+def _stress(demand: Demand, job: tuple[RunSpec, int, int]) -> tuple[Candidate, int, Stress]:
+    return candidate_of(job[0]), *stress(demand, *job)
 
 
 def _take(state: _State, deployment: Deployment, prices: Mapping[str, float]) -> None:
@@ -183,7 +203,7 @@ def _speeds(costed: Costed) -> tuple[float, ...]:
 
 
 def _stressed(
-    ordered: list[Costed], tasks: Mapping[Candidate, PlanTask], prices: Mapping[str, float], pool: Pool
+    demand: Demand, ordered: list[Costed], specs: Mapping[Candidate, RunSpec], prices: Mapping[str, float], pool: Pool
 ) -> tuple[list[Costed], list[tuple[Candidate, Fact]]]:
     """The deployments, cheapest first, and those that miss the limits when they are simulated completely.
 
@@ -194,11 +214,11 @@ def _stressed(
     due, left = ordered[:STRESSED], ordered[STRESSED:]
     while due:
         jobs = [
-            (tasks[costed.deployment.candidate], costed.deployment.replicas, costed.deployment.fewest) for costed in due
+            (specs[costed.deployment.candidate], costed.deployment.replicas, costed.deployment.fewest) for costed in due
         ]
         by_candidate = {costed.deployment.candidate: costed for costed in due}
-        for candidate, replicas, simulated in values(pool, _stress, jobs):
-            if all(level is not None and level.met for level in must_hold(tasks[candidate], simulated)):
+        for candidate, replicas, simulated in values(pool, partial(_stress, demand), jobs):
+            if all(level is not None and level.met for level in must_hold(demand, simulated)):
                 done.append(_resized(by_candidate[candidate], replicas, simulated, prices))
             else:
                 missed.append((candidate, fact("missed_dispatched", replicas=replicas)))
@@ -227,5 +247,5 @@ def _unit(candidate: Candidate, prices: Mapping[str, float]) -> float:
     return candidate.gpus * prices.get(candidate.device, 1.0)
 
 
-def _least(bounded: Bound, task: PlanTask, prices: Mapping[str, float]) -> float:
-    return bounded.fewest(task) * _unit(bounded.candidate, prices)
+def _least(bounded: Bound, demand: Demand, prices: Mapping[str, float]) -> float:
+    return bounded.fewest(demand) * _unit(bounded.candidate, prices)

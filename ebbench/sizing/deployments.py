@@ -24,11 +24,10 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.explain import kv_pressure
-from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_VLLM
+from ebbench.config.declare import DEFAULT_DEVICE
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.engines.base import EngineResult, check_options, rank_notes, start_notes
 from ebbench.engines.sim import SimEngine
@@ -89,53 +88,38 @@ class Candidate:
         return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "tp=1"
 
 
+def candidate_of(spec: RunSpec) -> Candidate:
+    """The kind of instance that a run has one of."""
+    topology, server = spec.cluster.topology, spec.server
+    pool = topology.replicas if isinstance(topology, TopologySpec) else None
+    tp, dp, ep = (1, 1, 1) if pool is None else (pool.tp, pool.dp, pool.ep)
+    most = server.max_num_batched_tokens, server.max_num_seqs
+    return Candidate(spec.device or DEFAULT_DEVICE, tp, spec.policy, *most, dp, ep)
+
+
+def run_of(candidate: Candidate, spec: RunSpec) -> RunSpec:
+    """The run with one instance of another kind."""
+    pool = PoolSpec(tp=candidate.tp, dp=candidate.dp, ep=candidate.ep)
+    return spec.changed(
+        device=candidate.device, policy=candidate.policy, max_num_seqs=candidate.max_num_seqs,
+        max_num_batched_tokens=candidate.max_num_batched_tokens,
+        topology=TopologySpec(replicas=pool) if candidate.gpus > 1 else None,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
-class PlanTask:
-    """The load to serve with one candidate. ``spec``: the run of one instance, whose rate and number of sessions the
-    search sets; ``sessions``: fewest per run.
+class Demand:
+    """The load to carry: ``rate`` in sessions/s. ``sessions``: fewest per simulated run.
 
     ``headroom``: share of the rate that must be carried on top of it. ``spare``: replicas without which the rate must
     be carried.
     """
 
-    spec: RunSpec
     limits: LatencyLimits
     rate: float
     sessions: int
     headroom: float = 0.0
     spare: int = 0
-
-    @property
-    def candidate(self) -> Candidate:
-        """The kind of instance."""
-        topology, server = self.spec.cluster.topology, self.spec.server
-        pool = topology.replicas if isinstance(topology, TopologySpec) else None
-        tp, dp, ep = (1, 1, 1) if pool is None else (pool.tp, pool.dp, pool.ep)
-        most = server.max_num_batched_tokens, server.max_num_seqs
-        return Candidate(self.spec.device or DEFAULT_DEVICE, tp, self.spec.policy, *most, dp, ep)
-
-    @property
-    def scenario(self) -> str:
-        """The arrivals."""
-        return self.spec.plan.scenario or "poisson"
-
-    @property
-    def model(self) -> str:
-        """The model served."""
-        return self.spec.model or DEFAULT_MODEL
-
-    def changed(self, **settings: Any) -> PlanTask:
-        """A copy with other settings of the run, by name."""
-        return replace(self, spec=self.spec.changed(**settings))
-
-    def on(self, candidate: Candidate) -> PlanTask:
-        """A copy with the same load for another candidate."""
-        pool = PoolSpec(tp=candidate.tp, dp=candidate.dp, ep=candidate.ep)
-        return self.changed(
-            device=candidate.device, policy=candidate.policy, max_num_seqs=candidate.max_num_seqs,
-            max_num_batched_tokens=candidate.max_num_batched_tokens,
-            topology=TopologySpec(replicas=pool) if candidate.gpus > 1 else None,
-        )  # fmt: skip
 
     @property
     def most_rate(self) -> float:
@@ -150,11 +134,6 @@ class PlanTask:
         """Highest session rate (1/s) of a replica if ``replicas`` share the load."""
         return max(self.most_rate / replicas, self.rate / (replicas - self.spare))
 
-    @property
-    def vllm(self) -> str:
-        """The version by whose rules the KV caches are sized."""
-        return self.spec.server.vllm_version or DEFAULT_VLLM
-
 
 @dataclass(frozen=True)
 class Bound:
@@ -165,13 +144,13 @@ class Bound:
     saturated_per_s: float = 0.0
     refused: Fact | None = None
 
-    def fewest(self, task: PlanTask) -> int:
+    def fewest(self, demand: Demand) -> int:
         """A lower bound on the number of replicas, with a margin for noise."""
-        return task.replicas_for(NOISE * self.saturated_per_s)
+        return demand.replicas_for(NOISE * self.saturated_per_s)
 
-    def first(self, task: PlanTask) -> int:
+    def first(self, demand: Demand) -> int:
         """The first number of replicas to try, at which no replica exceeds its saturated rate."""
-        return task.replicas_for(self.saturated_per_s)
+        return demand.replicas_for(self.saturated_per_s)
 
 
 @dataclass(frozen=True)
@@ -224,30 +203,32 @@ class Stress:
     caveats: tuple[RunWarning, ...] = ()
 
 
-def bound(task: PlanTask) -> Bound:
+def bound(spec: RunSpec) -> Bound:
     """Saturated rate of one instance, or why it cannot run (the model does not fit, an invalid setting)."""
 
+    candidate = candidate_of(spec)
+
     def loop(concurrency: int) -> tuple[float, bool]:
-        plan = _plan(task, "saturated", SESSIONS_PER_OPEN * concurrency, max_concurrency=concurrency)
-        return completed_once_full(_simulated(task, plan).requests, plan, concurrency), shares_prefixes(plan)
+        plan = _plan(spec, "saturated", SESSIONS_PER_OPEN * concurrency, max_concurrency=concurrency)
+        return completed_once_full(_simulated(spec, plan).requests, plan, concurrency), shares_prefixes(plan)
 
     try:
-        check_options(task.spec.server, [parse_policy(task.candidate.policy)])
-        saturated = saturated_rate(loop, task.candidate.dp * task.candidate.max_num_seqs)
-        return Bound(task.candidate, saturated.per_s or math.inf)
+        check_options(spec.server, [parse_policy(spec.policy)])
+        saturated = saturated_rate(loop, candidate.dp * candidate.max_num_seqs)
+        return Bound(candidate, saturated.per_s or math.inf)
     except UsageError as error:
-        return Bound(task.candidate, refused=fact("cannot_run", error=str(error)))
+        return Bound(candidate, refused=fact("cannot_run", error=str(error)))
 
 
-def size(task: PlanTask, fewest: int, most: int) -> Deployment:
+def size(demand: Demand, spec: RunSpec, fewest: int, most: int) -> Deployment:
     """The smallest number of replicas, from ``fewest`` to ``most``, whose instances meet the limits."""
-    candidate = task.candidate
-    if refusal := _missed_alone(task):
+    candidate = candidate_of(spec)
+    if refusal := _missed_alone(demand, spec):
         return Deployment(candidate, 0, refused=refusal)
     failed, passed, smallest = fewest - 1, 0, None
     replicas = fewest
     while replicas <= min(most, MOST_REPLICAS):
-        reading = _share(task, replicas)
+        reading = _share(demand, spec, replicas)
         if _met_limits(reading):
             passed, smallest = replicas, reading
             break
@@ -257,7 +238,7 @@ def size(task: PlanTask, fewest: int, most: int) -> Deployment:
         return Deployment(candidate, 0, refused=too_dear if most < MOST_REPLICAS else TOO_MANY)
     while passed - failed > 1:
         middle = (passed + failed) // 2
-        reading = _share(task, middle)
+        reading = _share(demand, spec, middle)
         if _met_limits(reading):
             passed, smallest = middle, reading
         else:
@@ -265,17 +246,17 @@ def size(task: PlanTask, fewest: int, most: int) -> Deployment:
     return Deployment(candidate, passed, smallest, fewest=fewest)
 
 
-def stress(task: PlanTask, replicas: int, fewest: int = 1) -> tuple[int, Stress]:
+def stress(demand: Demand, spec: RunSpec, replicas: int, fewest: int = 1) -> tuple[int, Stress]:
     """Simulate the whole deployment behind a least-outstanding dispatcher.
 
     Returns the smallest number of replicas that meets the limits where they must be met, from ``fewest`` to a quarter
     more than ``replicas``, and the results; those of the last number tried if none does.
     """
-    whole = lru_cache(None)(lambda count, factor: _simulate_whole(task, count, factor))
+    whole = lru_cache(None)(lambda count, factor: _simulate_whole(demand, spec, count, factor))
 
     def carries(count: int) -> bool:
-        return _met_limits(whole(count, 1 + task.headroom)) and (
-            not task.spare or _met_limits(whole(count - task.spare, 1.0))
+        return _met_limits(whole(count, 1 + demand.headroom)) and (
+            not demand.spare or _met_limits(whole(count - demand.spare, 1.0))
         )
 
     most = replicas + max(_MOST_MORE, math.ceil(_MORE * replicas))
@@ -283,10 +264,10 @@ def stress(task: PlanTask, replicas: int, fewest: int = 1) -> tuple[int, Stress]
         replicas += 1
     while replicas > fewest and carries(replicas) and carries(replicas - 1):
         replicas -= 1
-    at_rate, left = whole(replicas, 1.0), replicas - max(1, task.spare)
+    at_rate, left = whole(replicas, 1.0), replicas - max(1, demand.spare)
     return replicas, Stress(
         at_rate=_level(at_rate),
-        with_headroom=_level(whole(replicas, 1 + (task.headroom or USUAL_HEADROOM))),
+        with_headroom=_level(whole(replicas, 1 + (demand.headroom or USUAL_HEADROOM))),
         lost=_level(whole(left, 1.0)) if left else None,
         ttft_ms=at_rate.ttft_ms,
         tpot_ms=at_rate.tpot_ms,
@@ -294,12 +275,12 @@ def stress(task: PlanTask, replicas: int, fewest: int = 1) -> tuple[int, Stress]
     )
 
 
-def must_hold(task: PlanTask, simulated: Stress) -> list[Level | None]:
+def must_hold(demand: Demand, simulated: Stress) -> list[Level | None]:
     """The levels at which a deployment must keep the limits."""
     return [
         simulated.at_rate,
-        *([simulated.with_headroom] if task.headroom else []),
-        *([simulated.lost] if task.spare else []),
+        *([simulated.with_headroom] if demand.headroom else []),
+        *([simulated.lost] if demand.spare else []),
     ]
 
 
@@ -312,34 +293,34 @@ def _level(reading: ProbeReading) -> Level:
     return Level(reading.attainment, reading.probe.runaway, _met_limits(reading))
 
 
-def _missed_alone(task: PlanTask) -> Fact | None:
+def _missed_alone(demand: Demand, spec: RunSpec) -> Fact | None:
     """What requests miss, and get, one at a time; None if they meet the limits."""
-    reading = _run(task, _plan(task, "saturated", ALONE_SESSIONS, max_concurrency=1), 1.0)
-    requirements = zip(task.limits.requirements(), reading.probe.counts, strict=True)
+    reading = _run(demand, spec, _plan(spec, "saturated", ALONE_SESSIONS, max_concurrency=1), 1.0)
+    requirements = zip(demand.limits.requirements(), reading.probe.counts, strict=True)
     met = {requirement.name: count.share for requirement, count in requirements if count.share < requirement.share}
     least_ms = {"ttft": reading.ttft_high_ms, "tpot": reading.tpot_high_ms}
-    return fact("missed_alone", met=met, attainment=task.limits.attainment, least_ms=least_ms) if met else None
+    return fact("missed_alone", met=met, attainment=demand.limits.attainment, least_ms=least_ms) if met else None
 
 
-def plan_notes(task: PlanTask, replicas: int = 1) -> tuple[RunWarning, ...]:
+def plan_notes(demand: Demand, spec: RunSpec, replicas: int = 1) -> tuple[RunWarning, ...]:
     """Notes about the requests of that many replicas: rows of a log that are left out, a log that is read again.
 
     Raises UsageError for a workload or scenario that no plan can be built from.
     """
-    return _plan(task, task.scenario, task.sessions * replicas, request_rate=task.rate).warnings
+    return _plan(spec, None, demand.sessions * replicas, request_rate=demand.rate).warnings
 
 
-def _share(task: PlanTask, replicas: int) -> ProbeReading:
+def _share(demand: Demand, spec: RunSpec, replicas: int) -> ProbeReading:
     """Simulate one instance at its share of the rate."""
-    rate = task.share_of(replicas)
+    rate = demand.share_of(replicas)
 
     def run(sessions: int) -> ProbeReading:
-        if task.scenario == "poisson" or replicas == 1:
-            return _run(task, _plan(task, task.scenario, sessions, request_rate=rate), rate)
-        plan = _plan(task, task.scenario, sessions * replicas, request_rate=rate * replicas)
-        return _run(task, _random_share(plan, 1 / replicas, task.spec.plan.seed), rate)
+        if spec.plan.scenario in (None, "poisson") or replicas == 1:
+            return _run(demand, spec, _plan(spec, None, sessions, request_rate=rate), rate)
+        plan = _plan(spec, None, sessions * replicas, request_rate=rate * replicas)
+        return _run(demand, spec, _random_share(plan, 1 / replicas, spec.plan.seed), rate)
 
-    return _long_enough(run, task.sessions)
+    return _long_enough(run, demand.sessions)
 
 
 def _random_share(plan: Plan, share: float, seed: int) -> Plan:
@@ -349,13 +330,13 @@ def _random_share(plan: Plan, share: float, seed: int) -> Plan:
     return replace(plan, table=plan.table.filter(bits(chosen[session])))
 
 
-def _simulate_whole(task: PlanTask, replicas: int, factor: float) -> ProbeReading:
-    rate = factor * task.rate
+def _simulate_whole(demand: Demand, spec: RunSpec, replicas: int, factor: float) -> ProbeReading:
+    rate = factor * demand.rate
 
     def run(sessions: int) -> ProbeReading:
-        return _run(task, _plan(task, task.scenario, sessions, request_rate=rate), rate, replicas)
+        return _run(demand, spec, _plan(spec, None, sessions, request_rate=rate), rate, replicas)
 
-    return _long_enough(run, task.sessions * replicas)
+    return _long_enough(run, demand.sessions * replicas)
 
 
 def _long_enough(run: Callable[[int], ProbeReading], sessions: int) -> ProbeReading:
@@ -369,43 +350,45 @@ def _long_enough(run: Callable[[int], ProbeReading], sessions: int) -> ProbeRead
         sessions *= 2
 
 
-def _plan(task: PlanTask, scenario: str, sessions: int, **load: float) -> Plan:
-    return make_plan(task.spec.changed(scenario=scenario, num_prompts=sessions, **load).plan)
+def _plan(spec: RunSpec, scenario: str | None, sessions: int, **load: float) -> Plan:
+    """A plan of the run's workload; ``scenario`` None: its own arrivals, by default a Poisson stream."""
+    arrivals = scenario or spec.plan.scenario or "poisson"
+    return make_plan(spec.changed(scenario=arrivals, num_prompts=sessions, **load).plan)
 
 
-def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeReading:
+def _run(demand: Demand, spec: RunSpec, plan: Plan, load: float, replicas: int = 1) -> ProbeReading:
     """Simulate; the reading's caveats are those that matter to this run, and what a full KV cache cost in it."""
-    result = _simulated(task, plan, replicas)
+    result = _simulated(spec, plan, replicas)
     result = replace(result, requests=with_plan_columns(result.requests, plan.table))
-    tables = ProbeTables(result.requests, result.steps, phase_facts(plan), task.spec.plan.seed)
+    tables = ProbeTables(result.requests, result.steps, phase_facts(plan), spec.plan.seed)
     device, batches = (
-        result.device or device_of(task.spec),
+        result.device or device_of(spec),
         mean_batches(result.steps, RequestColumns.of(result.requests)),
     )
-    kv = kv_pressure(result.steps, result.requests, asdict(task.spec.server))
+    kv = kv_pressure(result.steps, result.requests, asdict(spec.server))
     caveats_of_run = said_of_run(device, batches, dict.fromkeys((*device.warnings, *result.warnings)))
     caveats_of_run += shown_by_servers(device, batches)
     return replace(
-        read_measured(tables, load, task.limits),
+        read_measured(tables, load, demand.limits),
         caveats=(*caveats_of_run, *(kv.warnings if kv is not None else ())),
     )
 
 
-def _simulated(task: PlanTask, plan: Plan, replicas: int = 1) -> EngineResult:
-    candidate = task.candidate
+def _simulated(spec: RunSpec, plan: Plan, replicas: int = 1) -> EngineResult:
+    candidate = candidate_of(spec)
     topology = None
     if candidate.gpus > 1 or replicas > 1:
         pool = PoolSpec(instances=replicas, tp=candidate.tp, dp=candidate.dp, ep=candidate.ep)
         topology = TopologySpec(replicas=pool)
     engine = SimEngine(topology, figures_only=True)
-    policy, device = parse_policy(candidate.policy), device_of(task.spec)
-    return run_plan(engine, plan, policy, device, task.spec.server, stoppable(None))[1].uninterrupted()
+    policy, device = parse_policy(spec.policy), device_of(spec)
+    return run_plan(engine, plan, policy, device, spec.server, stoppable(None))[1].uninterrupted()
 
 
-def caveats(task: PlanTask, deployment: Deployment, whole: Stress | None) -> tuple[RunWarning, ...]:
-    """What is estimated on the candidate's device rather than measured as far as it matters to the deployment, what a
-    full KV cache costs it, and what a real server needs to start. ``whole``: its complete simulation, if there is one.
+def caveats(spec: RunSpec, deployment: Deployment, whole: Stress | None) -> tuple[RunWarning, ...]:
+    """What is estimated on the run's device rather than measured as far as it matters to the deployment, what a full KV
+    cache costs it, and what a real server needs to start. ``whole``: its complete simulation, if there is one.
     """
     reading = whole or deployment.reading
-    ranks = rank_notes(parse_policy(task.candidate.policy), task.candidate.dp)
-    return (*(reading.caveats if reading else ()), *start_notes(device_of(task.spec), task.spec.server), *ranks)
+    ranks = rank_notes(parse_policy(spec.policy), deployment.candidate.dp)
+    return (*(reading.caveats if reading else ()), *start_notes(device_of(spec), spec.server), *ranks)

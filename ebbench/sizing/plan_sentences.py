@@ -9,21 +9,23 @@ from msgspec import to_builtins
 from rich.table import Table
 
 from ebbench.analysis.validity import by_settings, told_once
-from ebbench.config.declare import option_name
+from ebbench.config.declare import DEFAULT_MODEL, DEFAULT_VLLM, option_name
 from ebbench.devices.profiles import find_model
 from ebbench.records.warnings import RunWarning, Texts
 from ebbench.render import numbers
 from ebbench.render.tables import framed
-from ebbench.sizing.choose import Costed, DeploymentChoice
+from ebbench.sizing.choose import Costed, DeploymentChoice, DeploymentPlan
 from ebbench.sizing.deployments import (
     NOISE,
     USUAL_HEADROOM,
     WITHIN,
     Candidate,
+    Demand,
     Level,
-    PlanTask,
     caveats,
+    run_of,
 )
+from ebbench.spec.run import RunSpec
 from ebbench.spec.server import ENGINE_ALONE, EngineOptions
 
 
@@ -43,28 +45,22 @@ REFUSALS: Texts = {
 """Why a candidate is left out."""
 
 
-def parts(
-    choice: DeploymentChoice,
-    task: PlanTask,
-    prices: Mapping[str, float],
-    priced_in: str = "",
-    notes: Sequence[str] = (),
-) -> list[Table | str]:
-    """The printed tables and sentences, in order. ``priced_in``: currency and date of the prices; ``notes``: what is
-    said of the load."""
+def parts(plan: DeploymentPlan) -> list[Table | str]:
+    """The printed tables and sentences, in order."""
+    choice, demand, spec = plan.deployments, plan.demand, plan.spec
     lines: list[Table | str] = [
-        f"{task.model}, {task.spec.plan.workload}: {task.rate:g} sessions/s within {task.limits}. Simulated on device "
-        f"models that hold as much KV cache as vLLM {task.vllm}{_types(task)}{_in_front(task)}; "
+        f"{_model(spec)}, {spec.plan.workload}: {demand.rate:g} sessions/s within {demand.limits}. Simulated on device "
+        f"models that hold as much KV cache as vLLM {_version(spec)}{_types(spec.server)}{_in_front(spec.server)}; "
         "reports/fidelity/ has the error of each."
     ]
     if choice.carrying:
-        lines += ["", _table(choice, task, prices), *_legend(choice, task)]
-        lines += ["", _efficiency(choice, task, prices), _EFFICIENT]
-        lines += [f"Prices in {priced_in}."] if priced_in else []
-        lines += ["", *_remarks(choice, task, prices), ""]
+        lines += ["", _table(plan), *_legend(choice, demand)]
+        lines += ["", _efficiency(plan), _EFFICIENT]
+        lines += [f"Prices in {plan.priced_in}."] if plan.priced_in else []
+        lines += ["", *_remarks(plan), ""]
     else:
-        lines.append(f"No candidate carries {_carried(task)}{',' if task.spare else ''} within the limits.")
-    lines += _experts(choice, task)
+        lines.append(f"No candidate carries {_carried(demand)}{',' if demand.spare else ''} within the limits.")
+    lines += _experts(choice, _model(spec))
     if choice.unbounded:
         lines.append(
             "The workload has too few sessions to fill a batch, so no saturated rate bounds the number of replicas: "
@@ -83,7 +79,16 @@ def parts(
             f"({100 * (NOISE - 1):.0f} % added for noise), or as sized, they cost more than {WITHIN:g} times the "
             f"cheapest ({_names(choice.pruned, choice)})."
         )
-    return [*lines, *map(numbers.sentence, notes)]
+    return [*lines, *map(numbers.sentence, plan.notes)]
+
+
+def _model(spec: RunSpec) -> str:
+    return spec.model or DEFAULT_MODEL
+
+
+def _version(spec: RunSpec) -> str:
+    """The version by whose rules the KV caches are sized."""
+    return spec.server.vllm_version or DEFAULT_VLLM
 
 
 def _count(candidates: Sequence[Candidate]) -> str:
@@ -120,21 +125,22 @@ def _all_candidates(choice: DeploymentChoice) -> list[Candidate]:
     ]
 
 
-def _in_front(task: PlanTask) -> str:
+def _in_front(server: EngineOptions) -> str:
     """What of a replica's front end was asked for."""
-    asked = {name: getattr(task.spec.server, name) for name in ENGINE_ALONE}
+    asked = {name: getattr(server, name) for name in ENGINE_ALONE}
     words = [f"{option_name(name)} {asked[name]}" for name in asked if asked[name] != getattr(EngineOptions, name)]
     return f", {' '.join(words)}" if words else ""
 
 
-def _table(choice: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> Table:
+def _table(plan: DeploymentPlan) -> Table:
+    choice, demand, prices = plan.deployments, plan.demand, plan.prices
     varied = _varied_of(choice)
     table = framed()
     table.add_column("  device", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("policy", overflow="fold", min_width=8)
     latencies = ("TTFT\nmedian", "TPOT\nmedian")
-    more, lost = f"at\nx{1 + _headroom(task):g}", f"{'one' if task.spare < 2 else task.spare}\nlost"
+    more, lost = f"at\nx{1 + _headroom(demand):g}", f"{'one' if demand.spare < 2 else demand.spare}\nlost"
     for header in ("cost\nper h" if prices else "GPUs", *latencies, "met\nrate", more, lost):
         table.add_column(header, justify="right", no_wrap=True)
     for costed in choice.carrying:
@@ -166,23 +172,24 @@ def _varied(candidates: Sequence[Candidate]) -> Callable[[Candidate], str]:
     return lambda candidate: f" B={candidate.max_num_batched_tokens} N={candidate.max_num_seqs}"
 
 
-def _headroom(task: PlanTask) -> float:
+def _headroom(demand: Demand) -> float:
     """The headroom at which deployments are shown: that asked for, or the usual one."""
-    return task.headroom or USUAL_HEADROOM
+    return demand.headroom or USUAL_HEADROOM
 
 
-def _carried(task: PlanTask) -> str:
+def _carried(demand: Demand) -> str:
     """What a deployment was sized for."""
-    with_headroom = f"{100 * (1 + task.headroom):g} % of this rate" if task.headroom else "this rate"
-    return f"{with_headroom}{f', and this rate with {_lost(task)} lost' if task.spare else ''}"
+    with_headroom = f"{100 * (1 + demand.headroom):g} % of this rate" if demand.headroom else "this rate"
+    return f"{with_headroom}{f', and this rate with {_lost(demand)} lost' if demand.spare else ''}"
 
 
-def _lost(task: PlanTask) -> str:
-    return "one replica" if task.spare < 2 else f"{task.spare} replicas"
+def _lost(demand: Demand) -> str:
+    return "one replica" if demand.spare < 2 else f"{demand.spare} replicas"
 
 
-def _efficiency(choice: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> Table:
+def _efficiency(plan: DeploymentPlan) -> Table:
     """Speed per user against throughput per GPU, and what tokens and requests cost."""
+    choice, prices = plan.deployments, plan.prices
     varied = _varied_of(choice)
     table = framed()
     table.add_column("  deployment", overflow="fold", min_width=20)
@@ -197,14 +204,14 @@ def _efficiency(choice: DeploymentChoice, task: PlanTask, prices: Mapping[str, f
             str(costed.deployment.gpus),
             numbers.rate(costed.tokens_per_s_per_user),
             numbers.rate(costed.tokens_per_s_per_gpu),
-            *((f"{_per_million(costed, prices):.3g}", f"{_per_thousand(costed, task):.3g}") if prices else ()),
+            *((f"{_per_million(costed, prices):.3g}", f"{_per_thousand(costed, plan.demand):.3g}") if prices else ()),
         )
     return table
 
 
-def _per_thousand(costed: Costed, task: PlanTask) -> float:
+def _per_thousand(costed: Costed, demand: Demand) -> float:
     reading = costed.deployment.reading
-    return 1000 * costed.cost / 3600 / (task.rate * (reading.requests_per_session if reading else 1.0))
+    return 1000 * costed.cost / 3600 / (demand.rate * (reading.requests_per_session if reading else 1.0))
 
 
 def _measured(costed: Costed) -> tuple[str, ...]:
@@ -237,44 +244,45 @@ def _overloads(choice: DeploymentChoice) -> Iterator[str]:
 _EFFICIENT = "+: none has as many output tokens/s both per user and per GPU."
 
 
-def _legend(choice: DeploymentChoice, task: PlanTask) -> list[str]:
+def _legend(choice: DeploymentChoice, demand: Demand) -> list[str]:
     """What the table of deployments shows."""
     candidate = choice.carrying[0].deployment.candidate
     sizes = f"B = {candidate.max_num_batched_tokens:,} tokens per step, N = {candidate.max_num_seqs:,} sequences."
     return [
         "*: no other deployment shown costs no more and has as low a TTFT and TPOT.",
         f"met: % of the requests sent in the steady window that keep the limits, at the rate, at "
-        f"{100 * (1 + _headroom(task)):g} % of it and at the rate with {_lost(task)} lost. "
+        f"{100 * (1 + _headroom(demand)):g} % of it and at the rate with {_lost(demand)} lost. "
         "Of the best deployments all replicas are simulated behind a least-outstanding dispatcher, of the others one.",
         *_overloads(choice),
         *([] if _varied_of(choice)(candidate) else [sizes]),
     ]
 
 
-def _remarks(choice: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> list[str]:
+def _remarks(plan: DeploymentPlan) -> list[str]:
     """The answer, what it does not carry, and what it rests on."""
+    choice, demand, prices = plan.deployments, plan.demand, plan.prices
     best = choice.carrying[0]
     candidate, gpus = best.deployment.candidate, best.deployment.gpus
     return [
-        f"Cheapest that carries {_carried(task)}: {best.deployment.replicas} x {candidate.device} "
+        f"Cheapest that carries {_carried(demand)}: {best.deployment.replicas} x {candidate.device} "
         f"{candidate.shape} under {candidate.policy}{_varied_of(choice)(candidate)}, "
         f"{gpus} {'GPU' if gpus == 1 else 'GPUs'}"
         + (f", {_per_million(best, prices):.3g} per million output tokens, " if prices else "")
-        + (f"{_per_thousand(best, task):.3g} per 1,000 requests." if prices else "."),
-        *_weaknesses(best, task),
-        *map(numbers.sentence, _caveats(choice, task)),
+        + (f"{_per_thousand(best, demand):.3g} per 1,000 requests." if prices else "."),
+        *_weaknesses(best, demand),
+        *map(numbers.sentence, _caveats(choice, plan.spec)),
     ]
 
 
-def _weaknesses(best: Costed, task: PlanTask) -> Iterator[str]:
+def _weaknesses(best: Costed, demand: Demand) -> Iterator[str]:
     """The higher loads at which a deployment misses the limits, and the options that size for them."""
     if best.stress is None:
         return
     misses, options = [], []
-    if not task.headroom and not best.stress.with_headroom.met:
+    if not demand.headroom and not best.stress.with_headroom.met:
         misses.append(f"at {100 * (1 + USUAL_HEADROOM):g} % of the rate ({_in_words(best.stress.with_headroom)})")
         options.append(f"--headroom {USUAL_HEADROOM:g}")
-    if not task.spare and (best.stress.lost is None or not best.stress.lost.met):
+    if not demand.spare and (best.stress.lost is None or not best.stress.lost.met):
         lost = best.stress.lost
         misses.append("without its only replica" if lost is None else f"with one replica lost ({_in_words(lost)})")
         options.append("--spare 1")
@@ -289,11 +297,11 @@ def _in_words(level: Level) -> str:
     return "the queue grows without bound" if level.overloaded else f"{100 * level.attainment:.0f} % met"
 
 
-def _experts(choice: DeploymentChoice, task: PlanTask) -> list[str]:
+def _experts(choice: DeploymentChoice, model: str) -> list[str]:
     """A note if instances that share experts were possible and not among the candidates."""
     candidates = _all_candidates(choice)
     most = max((candidate.gpus for candidate in candidates), default=1)
-    if most == 1 or any(candidate.ep > 1 for candidate in candidates) or not find_model(task.model).experts:
+    if most == 1 or any(candidate.ep > 1 for candidate in candidates) or not find_model(model).experts:
         return []
     return [
         f"No candidate shares experts between its GPUs; --instance tp={most},ep={most} and --instance "
@@ -301,25 +309,25 @@ def _experts(choice: DeploymentChoice, task: PlanTask) -> list[str]:
     ]
 
 
-def _types(task: PlanTask) -> str:
+def _types(server: EngineOptions) -> str:
     """The data types that were asked for."""
-    cache = "" if task.spec.server.kv_cache_dtype == "auto" else f", KV cache in {task.spec.server.kv_cache_dtype}"
-    return (f", weights in {task.spec.server.quantization}" if task.spec.server.quantization else "") + cache
+    cache = "" if server.kv_cache_dtype == "auto" else f", KV cache in {server.kv_cache_dtype}"
+    return (f", weights in {server.quantization}" if server.quantization else "") + cache
 
 
-def _caveats(choice: DeploymentChoice, task: PlanTask) -> list[str]:
+def _caveats(choice: DeploymentChoice, spec: RunSpec) -> list[str]:
     """What is not measured, and matters, of the deployments shown: each said once, with those it holds for."""
     shown = [costed.deployment.candidate for costed in choice.carrying]
     settings = [
         {"device": candidate.device, "instance": _short(candidate), "policy": candidate.policy} for candidate in shown
     ]
     owner = by_settings(settings, lambda _, values: values, "deployments")
-    lines = told_once([_caveats_of(costed, task) for costed in choice.carrying], owner)
+    lines = told_once([_caveats_of(costed, spec) for costed in choice.carrying], owner)
     return [f"{line.removesuffix('.')}." for line in lines]
 
 
-def _caveats_of(costed: Costed, task: PlanTask) -> tuple[RunWarning, ...]:
-    return caveats(task.on(costed.deployment.candidate), costed.deployment, costed.stress)
+def _caveats_of(costed: Costed, spec: RunSpec) -> tuple[RunWarning, ...]:
+    return caveats(run_of(costed.deployment.candidate, spec), costed.deployment, costed.stress)
 
 
 def _per_million(costed: Costed, prices: Mapping[str, float]) -> float | None:
@@ -327,55 +335,51 @@ def _per_million(costed: Costed, prices: Mapping[str, float]) -> float | None:
     return costed.cost / 3600 / tokens * 1e6 if prices and tokens else None
 
 
-def as_dict(
-    choice: DeploymentChoice,
-    task: PlanTask,
-    prices: Mapping[str, float],
-    priced_in: str = "",
-    notes: Sequence[str] = (),
-) -> dict[str, Any]:
+def as_dict(plan: DeploymentPlan) -> dict[str, Any]:
     """One object: the question, the deployments from cheapest to most expensive, and refused candidates with
     reasons."""
+    choice, demand, spec = plan.deployments, plan.demand, plan.spec
     return {
-        "workload": task.spec.plan.workload,
-        "model": task.model,
-        "vllm_version": task.vllm,
-        "quantization": task.spec.server.quantization,
-        "kv_cache_dtype": task.spec.server.kv_cache_dtype,
-        "speculative": task.spec.server.speculative,
-        **{name: getattr(task.spec.server, name) for name in ENGINE_ALONE},
-        "request_rate": task.rate,
-        "scenario": task.scenario,
-        "headroom": task.headroom,
-        "spare": task.spare,
-        "limits": str(task.limits),
-        "prices_per_gpu_hour": dict(prices) or None,
-        "priced_in": priced_in or None,
-        "deployments": [_deployment(costed, task, prices) for costed in choice.carrying],
+        "workload": spec.plan.workload,
+        "model": _model(spec),
+        "vllm_version": _version(spec),
+        **{
+            name: getattr(spec.server, name)
+            for name in ("quantization", "kv_cache_dtype", "speculative", *ENGINE_ALONE)
+        },
+        "request_rate": demand.rate,
+        "scenario": spec.plan.scenario or "poisson",
+        "headroom": demand.headroom,
+        "spare": demand.spare,
+        "limits": str(demand.limits),
+        "prices_per_gpu_hour": dict(plan.prices) or None,
+        "priced_in": plan.priced_in or None,
+        "deployments": [_deployment(costed, plan) for costed in choice.carrying],
         "refused": [{**vars(candidate), "reason": to_builtins(reason)} for candidate, reason in choice.refused],
         "left_out": [vars(candidate) for candidate in choice.pruned],
-        "notes": list(notes),
+        "notes": list(plan.notes),
     }
 
 
-def _deployment(costed: Costed, task: PlanTask, prices: Mapping[str, float]) -> dict[str, Any]:
+def _deployment(costed: Costed, plan: DeploymentPlan) -> dict[str, Any]:
+    demand, prices = plan.demand, plan.prices
     reading, stress = costed.deployment.reading, costed.stress
     return {
         **vars(costed.deployment.candidate),
-        "caveats": [said.to_dict(str(said)) for said in _caveats_of(costed, task)],
+        "caveats": [said.to_dict(str(said)) for said in _caveats_of(costed, plan.spec)],
         "replicas": costed.deployment.replicas,
         "gpus": costed.deployment.gpus,
         "cost_per_hour": costed.cost if prices else None,
         "cost_per_million_output_tokens": _per_million(costed, prices),
-        "cost_per_1000_requests": _per_thousand(costed, task) if prices else None,
+        "cost_per_1000_requests": _per_thousand(costed, plan.demand) if prices else None,
         "median_ttft_ms": numbers.finite(costed.ttft_ms),
         "median_tpot_ms": numbers.finite(costed.tpot_ms),
         "tokens_per_s_per_user": costed.tokens_per_s_per_user or None,
         "tokens_per_s_per_gpu": costed.tokens_per_s_per_gpu,
         "attainment": reading.attainment if reading else None,
         "whole": vars(stress.at_rate) if stress else None,
-        "whole_with_headroom": (vars(stress.with_headroom) | {"headroom": _headroom(task)}) if stress else None,
-        "whole_with_replicas_lost": vars(stress.lost) | {"lost": max(1, task.spare)}
+        "whole_with_headroom": (vars(stress.with_headroom) | {"headroom": _headroom(demand)}) if stress else None,
+        "whole_with_replicas_lost": vars(stress.lost) | {"lost": max(1, demand.spare)}
         if stress and stress.lost
         else None,
         "on_frontier": costed.frontier,

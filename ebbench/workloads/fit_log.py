@@ -234,15 +234,37 @@ def _sessions(requests: Requests) -> Sessions:
     added = requests.input_tokens[grown] - total[previous[grown]]
     anew = requests.input_tokens[later[previous[later] < 0]]
     aside = grown[~np.isin(_streams(requests)[grown - 1], _streams(requests)[requests.turn == 0])]
-    pauses = () if requests.pause_s is None else requests.pause_s[later][~np.isnan(requests.pause_s[later])]
     return Sessions(
         turns=fit_points(np.bincount(requests.session)),
         added=fit_points(np.maximum(added, 1)) if len(added) else (1.0,),
-        pause_s=fit_points(np.maximum(pauses, 0.0), 4) if len(pauses) else (),
+        **_pauses(requests, later),
         fresh=round(len(anew) / len(later), 4),
         fresh_input=fit_points(anew) if len(anew) else (),
         resumes=round(float((previous[aside] != aside - 1).mean()), 4) if len(aside) else 0.0,
     )
+
+
+def _pauses(requests: Requests, rows: Int64s) -> dict[str, Any]:
+    """The fields of :class:`Sessions` about the pauses before ``rows``. Those of tools stand apart where the log has
+    enough of both kinds."""
+    if requests.pause_s is None:
+        return {}
+    rows = rows[~np.isnan(requests.pause_s[rows])]
+    seconds, by_tools = np.maximum(requests.pause_s[rows], 0.0), np.zeros(len(rows), bool)
+    if requests.tool_share is not None and GROUP <= (requests.tool_share[rows] > 0).sum() <= len(rows) - GROUP:
+        by_tools = requests.tool_share[rows] > 0
+    return {
+        "pause_s": fit_points(seconds[~by_tools], 4) if len(rows) else (),
+        "tool_pause_s": fit_points(seconds[by_tools], 4) if by_tools.any() else (),
+        "tools": _share_of_tools(requests, rows),
+    }
+
+
+def _share_of_tools(requests: Requests, rows: Int64s) -> float | None:
+    """The share of the pauses before ``rows`` that tools take, of those whose kind the log tells; None of none."""
+    known = np.array([]) if requests.tool_share is None else requests.tool_share[rows]
+    known = known[~np.isnan(known)]
+    return round(float(known.mean()), 4) if len(known) else None
 
 
 def _with_overlap(sessions: Sessions, requests: Requests, s_per_output_token: float) -> Sessions:
@@ -268,13 +290,16 @@ def _with_overlap(sessions: Sessions, requests: Requests, s_per_output_token: fl
         stagger_s=points(staggers, np.ones(len(staggers), bool), 4),
         fork_pause_s=points(pauses, waited & (starts.overlaps == 1), 4),
         side_pause_s=points(pauses, waited & (starts.overlaps == 2), 4),
+        fork_tools=_share_of_tools(requests, starts.rows[starts.overlaps == 1]) or 0.0,
+        side_tools=_share_of_tools(requests, starts.rows[starts.overlaps == 2]) or 0.0,
         side_added=points(added, side & (previous >= 0), 2),
         side_output=points(requests.output_tokens[starts.rows], starts.overlaps > 0, 2),
     )
-    own = points(added, ~side, 2) or sessions.added
-    return replace(
-        sessions, added=own, pause_s=points(pauses, starts.overlaps == 0, 4) or sessions.pause_s, overlap=overlap
-    )
+    alone = _pauses(requests, starts.rows[starts.overlaps == 0])
+    if alone.get("pause_s"):
+        tools = sessions.tools if alone["tools"] is None else alone["tools"]
+        sessions = replace(sessions, **alone | {"tools": tools})
+    return replace(sessions, added=points(added, ~side, 2) or sessions.added, overlap=overlap)
 
 
 def _streams(requests: Requests) -> Int64s:

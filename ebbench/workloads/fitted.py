@@ -176,15 +176,19 @@ class Arrivals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class Sessions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Turns per session; of later turns the new tokens of the prompt and the pause before them (s).
 
-    ``fresh``: share of later turns whose prompt does not hold the session so far, as those of sub-agents, and
-    ``fresh_input`` their prompts' tokens; ``resumes``: share of the turns after these that go on where the session was
-    before them, not after the fresh prompt. ``overlap``: of logs in which requests of a session overlap; it takes the
-    place of ``fresh`` and ``resumes``, and the other fields are then those of requests that run alone.
+    ``tools``: share of the pauses that tools take, the others being the user's; None where the log does not tell.
+    ``tool_pause_s``: how long these take; empty: as long as the others. ``fresh``: share of later turns whose prompt
+    does not hold the session so far, as those of sub-agents, and ``fresh_input`` their prompts' tokens; ``resumes``:
+    share of the turns after these that go on where the session was before them, not after the fresh prompt.
+    ``overlap``: of logs in which requests of a session overlap; it takes the place of ``fresh`` and ``resumes``, and
+    the other fields are then those of requests that run alone.
     """
 
     turns: tuple[float, ...]
     added: tuple[float, ...]
     pause_s: tuple[float, ...] = ()
+    tools: float | None = None
+    tool_pause_s: tuple[float, ...] = ()
     fresh: float = 0.0
     fresh_input: tuple[float, ...] = ()
     resumes: float = 0.0
@@ -357,9 +361,24 @@ def _draw_sessions(fitted: Fitted, fitted_sessions: Sessions, sessions: int, see
         inputs[rows] = _tokens(Points(means=fitted_sessions.fresh_input).at(_even(aside, len(rows))))
     prompts, content = _growing(turn, inputs, outputs, added, fresh, aside.random(n) < fitted_sessions.resumes)
     pause: Any = None
+    tool_share: Any = None
     if fitted_sessions.pause_s:
-        pause = np.where(turn > 0, Points(means=fitted_sessions.pause_s).at(_even(rng, n)), np.nan)
-    return Requests(session, turn, prompts, outputs, content=content, pause_s=pause)
+        pause = Points(means=fitted_sessions.pause_s).at(_even(rng, n))
+        if fitted_sessions.tools is not None:
+            by_tools = _tool_pauses(fitted_sessions, pause, seed) < fitted_sessions.tools
+            tool_share = np.where(turn > 0, by_tools, np.nan)
+        pause[turn == 0] = np.nan
+    return Requests(session, turn, prompts, outputs, content=content, pause_s=pause, tool_share=tool_share)
+
+
+def _tool_pauses(fitted_sessions: Sessions, pause_s: Floats, seed: int) -> Floats:
+    """A number in [0, 1) per row, below ``tools`` where tools take the pause; ``pause_s`` then gets one of theirs."""
+    rng = substream(seed, "content/tools")
+    draws = _even(rng, len(pause_s))
+    rows = np.flatnonzero(draws < (fitted_sessions.tools or 0.0))
+    if fitted_sessions.tool_pause_s:
+        pause_s[rows] = Points(means=fitted_sessions.tool_pause_s).at(_even(rng, len(rows)))
+    return draws
 
 
 def _draw_overlapping(
@@ -372,7 +391,11 @@ def _draw_overlapping(
     def of(means: tuple[float, ...], otherwise: tuple[float, ...] = (0.0,)) -> Floats:
         return Points(means=means or otherwise).at(_even(rng, n))
 
-    pauses = [of(seconds).tolist() for seconds in (fitted_sessions.pause_s, overlap.fork_pause_s, overlap.side_pause_s)]
+    alone, *beside = (of(seconds) for seconds in (fitted_sessions.pause_s, overlap.fork_pause_s, overlap.side_pause_s))
+    by_tools = _tool_pauses(fitted_sessions, alone, seed)
+    tool_share = None if fitted_sessions.tools is None else np.full(n, np.nan)
+    tools = np.array([fitted_sessions.tools or 0.0, overlap.fork_tools, overlap.side_tools])
+    pauses = [seconds.tolist() for seconds in (alone, *beside)]
     staggers, fresh = of(overlap.stagger_s).tolist(), _tokens(of(fitted_sessions.fresh_input))
     side_added, side = of(overlap.side_added, fitted_sessions.added), _tokens(of(overlap.side_output, (1.0,)))
     after: list[list[int] | None] = []
@@ -386,6 +409,8 @@ def _draw_overlapping(
         lasts_s = (outputs[first:last] * overlap.s_per_output_token).tolist()
         order = draw_order(overlap, drawn_session, lasts_s, own_pauses, rng)
         pause[first + 1 : last] = own_pauses[1:]
+        if tool_share is not None:
+            tool_share[first + 1 : last] = (by_tools[first:last] < tools[drawn_session.overlaps])[1:]
         after += [None if waits == [at - 1] or not at else waits for at, waits in enumerate(order.after)]
         for row, (kind, grew) in enumerate(zip(order.kind, order.grew_from, strict=True), start=first):
             if grew >= 0:
@@ -396,7 +421,7 @@ def _draw_overlapping(
             else:
                 content[row], streams = streams, streams + 1
                 inputs[row] = fresh[row] if row > first and fitted_sessions.fresh_input else inputs[row]
-    return Requests(session, turn, inputs, outputs, content=content, pause_s=pause, after=after)
+    return Requests(session, turn, inputs, outputs, content=content, pause_s=pause, tool_share=tool_share, after=after)
 
 
 def _in_order(requests: Requests, order: Int64s) -> Requests:

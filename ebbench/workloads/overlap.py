@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -52,9 +53,10 @@ class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     running; all of several. ``continues``: shares of the requests that continue the session, begin anew and continue
     another, for the same four cases of their own start, each after a request of these three kinds: twelve rows.
     ``stagger_s``: from the start before to the start of a request at which none had ended. ``fork_pause_s``: pauses
-    before requests that others join while they run, ``side_pause_s``: before those that start while others run.
-    ``side_output``: output tokens of both. ``s_per_output_token``: how long requests took per output token, which tells
-    in a draw which of them end first. ``side_added``: tokens added to a prompt that does not continue the session.
+    before requests that others join while they run, ``side_pause_s``: before those that start while others run, and
+    ``fork_tools`` and ``side_tools`` the shares of them that tools take. ``side_output``: output tokens of both.
+    ``s_per_output_token``: how long requests took per output token, which tells in a draw which of them end first.
+    ``side_added``: tokens added to a prompt that does not continue the session.
     """
 
     after: tuple[Step, ...]
@@ -63,6 +65,8 @@ class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     stagger_s: tuple[float, ...] = ()
     fork_pause_s: tuple[float, ...] = ()
     side_pause_s: tuple[float, ...] = ()
+    fork_tools: float = 0.0
+    side_tools: float = 0.0
     side_added: tuple[float, ...] = ()
     side_output: tuple[float, ...] = ()
 
@@ -140,8 +144,8 @@ def find_starts(requests: Requests) -> Starts:
     return Starts(*np.array(columns, np.int64).reshape(-1, 6).T)
 
 
-def fit_overlap(starts: Starts, s_per_output_token: float, **distributions: tuple[float, ...]) -> Overlap:
-    """The overlap of these starts; ``distributions``: the other fields of :class:`Overlap`."""
+def fit_overlap(starts: Starts, s_per_output_token: float, **others: Any) -> Overlap:
+    """The overlap of these starts; ``others``: the other fields of :class:`Overlap`."""
     everything, case = np.arange(len(starts.rows)), starts.case
     after, continues = [], []
     for case_before in range(_CASES):
@@ -154,7 +158,7 @@ def fit_overlap(starts: Starts, s_per_output_token: float, **distributions: tupl
             shares = np.bincount(kinds, minlength=3) / max(1, len(kinds))
             continues.append((round(float(shares[0]), 4), round(float(shares[1]), 4), round(float(shares[2]), 4)))
     return Overlap(
-        after=tuple(after), continues=tuple(continues), s_per_output_token=round(s_per_output_token, 6), **distributions
+        after=tuple(after), continues=tuple(continues), s_per_output_token=round(s_per_output_token, 6), **others
     )
 
 

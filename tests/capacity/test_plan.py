@@ -22,16 +22,18 @@ from ebbench.records.plan import Plan
 from ebbench.records.warnings import fact
 from ebbench.runs.pool import InProcess
 from ebbench.sizing.chart import save_frontier
-from ebbench.sizing.choose import Costed, DeploymentChoice, choose, on_frontiers
+from ebbench.sizing.choose import Costed, DeploymentChoice, DeploymentPlan, choose, on_frontiers
 from ebbench.sizing.deployments import (
     WITHIN,
     Bound,
     Candidate,
+    Demand,
     Deployment,
     Level,
-    PlanTask,
     Stress,
     bound,
+    candidate_of,
+    run_of,
     size,
     stress,
 )
@@ -40,7 +42,7 @@ from ebbench.sizing.limits import parse_limits
 from ebbench.sizing.plan_sentences import REFUSALS, parts
 from ebbench.sizing.prices import check_prices, parse_prices, sources
 from ebbench.sizing.probe import ProbeReading
-from ebbench.spec.run import simulated
+from ebbench.spec.run import RunSpec, simulated
 
 LIMITS = parse_limits(["ttft:1500 tpot:40"], 0.95)
 READING = ProbeReading(
@@ -52,23 +54,29 @@ READING = ProbeReading(
 PRICES = {"h200": 3.5, "l40s": 0.9, "rtx-4090": 0.4}
 
 
-def task(device: str, *, rate: float = 12.0, tp: int = 1, policy: str = "v1", limits: str = "") -> PlanTask:
-    spec = simulated("sharegpt", policy, device, "qwen3-8b", 32, 8192, "poisson", max_model_len=8192, redraw=True)
-    return PlanTask(
-        spec=spec.changed(topology=TopologySpec(replicas=PoolSpec(tp=tp)) if tp > 1 else None),
-        limits=parse_limits([limits], 0.95) if limits else LIMITS,
-        rate=rate,
-        sessions=300,
-    )
+def on(device: str, *, tp: int = 1) -> RunSpec:
+    spec = simulated("sharegpt", "v1", device, "qwen3-8b", 32, 8192, "poisson", max_model_len=8192, redraw=True)
+    return spec.changed(topology=TopologySpec(replicas=PoolSpec(tp=tp)) if tp > 1 else None)
 
 
-TASKS = [task(device) for device in PRICES] + [task("h200", tp=2)]
+def demand(rate: float = 12.0, limits: str = "", sessions: int = 300, headroom: float = 0.0, spare: int = 0) -> Demand:
+    return Demand(parse_limits([limits], 0.95) if limits else LIMITS, rate, sessions, headroom, spare)
+
+
+RUNS = [on(device) for device in PRICES] + [on("h200", tp=2)]
+SMALL = run_of(Candidate("l40s", 1, "v1", 8192, 64), RUNS[0])
+
+
+def planned(
+    choice: DeploymentChoice, prices: dict[str, float] | None = None, headroom: float = 0.0, spare: int = 0
+) -> DeploymentPlan:
+    return DeploymentPlan(choice, demand(headroom=headroom, spare=spare), RUNS[0], prices or {})
 
 
 def test_a_model_that_needs_several_gpus_has_them() -> None:
     """141 GB of weights: not on one H100, but on two."""
     found = choose(
-        [task("h100", rate=2.0, tp=tp, limits="ttft:4000 tpot:80").changed(model="llama-3.1-70b") for tp in (1, 2)],
+        demand(2.0, "ttft:4000 tpot:80"), [on("h100", tp=tp).changed(model="llama-3.1-70b") for tp in (1, 2)],
         {}, InProcess(),
     )  # fmt: skip
     assert [each.deployment.candidate.tp for each in found.carrying] == [2]
@@ -80,28 +88,27 @@ def test_a_model_that_needs_several_gpus_has_them() -> None:
 @pytest.mark.parametrize("change", [{"vllm_version": "0.12"}, {"gpu_memory_utilization": 0.85}])
 def test_a_smaller_kv_cache_carries_less(change: dict[str, object]) -> None:
     """Qwen3-32B leaves one H100 a tenth of its memory."""
-    large = task("h100", tp=1, limits="ttft:4000 tpot:80").changed(model="qwen3-32b")
-    large = large.changed(max_num_seqs=512)
+    large = on("h100").changed(model="qwen3-32b", max_num_seqs=512)
     assert bound(large.changed(**change)).saturated_per_s < 0.9 * bound(large).saturated_per_s
 
 
 def test_deployments_left_out_cost_more_than_the_one_chosen() -> None:
-    found = choose(TASKS, PRICES, InProcess())
-    assert len(found.carrying) + len(found.refused) + len(found.pruned) == len(TASKS)
+    found = choose(demand(), RUNS, PRICES, InProcess())
+    assert len(found.carrying) + len(found.refused) + len(found.pruned) == len(RUNS)
     costs = {}
-    for each in TASKS:
-        replicas = size(each, bound(each).first(each), 200).replicas
-        costs[each.candidate] = replicas * PRICES[each.candidate.device] if replicas else float("inf")
+    for run in RUNS:
+        replicas = size(demand(), run, bound(run).first(demand()), 200).replicas
+        candidate = candidate_of(run)
+        costs[candidate] = replicas * PRICES[candidate.device] if replicas else float("inf")
     assert found.pruned
     assert min(costs.values()) == min(costs[each.deployment.candidate] for each in found.carrying)
     assert all(costs[candidate] > WITHIN * min(costs.values()) for candidate in found.pruned)
 
 
 def test_the_saturated_rate_bounds_what_any_load_within_limits_completes() -> None:
-    each = task("l40s")
-    most = bound(each).saturated_per_s
-    fewest = bound(each).fewest(each)
-    deployment = size(each, 1, 200)
+    most = bound(on("l40s")).saturated_per_s
+    fewest = bound(on("l40s")).fewest(demand())
+    deployment = size(demand(), on("l40s"), 1, 200)
     assert deployment.replicas >= fewest
     assert deployment.reading is not None
     assert deployment.reading.completed_sessions_per_s <= 1.05 * most
@@ -110,10 +117,10 @@ def test_the_saturated_rate_bounds_what_any_load_within_limits_completes() -> No
 @pytest.mark.parametrize("too_many", [0, 1, 2])
 def test_a_deployment_has_the_fewest_replicas_that_meet_the_limits(too_many: int) -> None:
     """One replica with a random stream of its own needs four; a dispatcher that knows the loads needs three."""
-    each = replace(task("l40s", rate=20.0).on(Candidate("l40s", 1, "v1", 8192, 64)), sessions=500)
-    fewest = bound(each).first(each)
-    sized = size(each, fewest, 200).replicas
-    replicas, found = stress(each, sized + too_many, fewest)
+    load = demand(20.0, sessions=500)
+    fewest = bound(SMALL).first(load)
+    sized = size(load, SMALL, fewest, 200).replicas
+    replicas, found = stress(load, SMALL, sized + too_many, fewest)
     assert (fewest, sized, replicas) == (3, 4, 3)
     assert found.at_rate.attainment >= 0.95
     assert found.lost is not None
@@ -122,16 +129,18 @@ def test_a_deployment_has_the_fewest_replicas_that_meet_the_limits(too_many: int
 
 def test_every_deployment_that_could_be_the_cheapest_is_simulated_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fifth, sized at the highest cost, needs half of its replicas behind a dispatcher."""
-    tasks = [task("h200").on(Candidate("h200", 1, "v1", budget, 32)) for budget in range(32, 37)]
-    sized = {each.candidate: Deployment(each.candidate, 10 + at, READING, None, 10) for at, each in enumerate(tasks)}
-    last = tasks[-1].candidate
+    candidates = [Candidate("h200", 1, "v1", budget, 32) for budget in range(32, 37)]
+    sized = {each: Deployment(each, 10 + at, READING, None, 10) for at, each in enumerate(candidates)}
+    last = candidates[-1]
     sized[last] = replace(sized[last], fewest=7)
     stresses = Stress(Level(1.0, False), Level(1.0, False), None, 20.0, 10.0)
     module = "ebbench.sizing.choose"
-    monkeypatch.setattr(f"{module}.bound", lambda each: Bound(each.candidate, 10.0))
-    monkeypatch.setattr(f"{module}.size", lambda each, *_: sized[each.candidate])
-    monkeypatch.setattr(f"{module}.stress", lambda _, replicas, fewest: (min(replicas, fewest), stresses))
-    first, *others = choose(tasks, {}, InProcess()).carrying
+    monkeypatch.setattr(f"{module}.bound", lambda run: Bound(candidate_of(run), 10.0))
+    monkeypatch.setattr(f"{module}.size", lambda _load, run, *_: sized[candidate_of(run)])
+    monkeypatch.setattr(f"{module}.stress", lambda _load, _run, replicas, fewest: (min(replicas, fewest), stresses))
+    first, *others = choose(
+        demand(), [run_of(candidate, RUNS[0]) for candidate in candidates], {}, InProcess()
+    ).carrying
     assert (first.deployment.candidate, first.deployment.replicas) == (last, 7)
     assert first.deployment.reading is not None
     assert first.deployment.reading.output_tokens_per_s == READING.output_tokens_per_s * 14 / 7, (
@@ -143,16 +152,16 @@ def test_every_deployment_that_could_be_the_cheapest_is_simulated_whole(monkeypa
 
 def test_with_shared_prefixes_no_smaller_loop_beats_the_saturated_rate() -> None:
     """With 128 conversations open the KV cache holds few of their prefixes; with 64 open one instance serves more."""
-    each = task("l40s", rate=0.4, limits="e2el:600000").changed(workload="wildchat", max_model_len=32768)
-    each = each.changed(max_num_seqs=64)
-    deployment = size(each, 1, 2)
+    run = on("l40s").changed(workload="wildchat", max_model_len=32768, max_num_seqs=64)
+    load = demand(0.4, "e2el:600000")
+    deployment = size(load, run, 1, 2)
     assert deployment.replicas == 1
-    assert bound(each).first(each) == 1
+    assert bound(run).first(load) == 1
 
 
 def test_a_lower_bound_counts_whole_replicas() -> None:
     at = Bound(Candidate("h200", 1, "v1", 8192, 64), saturated_per_s=10.0)
-    ten, more, most = (task("h200", rate=rate) for rate in (10.0, 10.1, 10.6))
+    ten, more, most = (demand(rate) for rate in (10.0, 10.1, 10.6))
     assert (at.fewest(ten), at.fewest(most), at.first(more), at.first(ten)) == (1, 2, 2, 1)
 
 
@@ -164,31 +173,33 @@ def test_headroom_and_spare_replicas_are_carried_by_all_and_by_those_left(
     headroom: float, spare: int, replicas: int
 ) -> None:
     """25/s with at most 10/s per replica."""
-    each = replace(task("h200", rate=25.0), headroom=headroom, spare=spare)
+    each = demand(25.0, headroom=headroom, spare=spare)
     assert each.replicas_for(10.0) == replicas
     assert each.share_of(replicas) <= 10.0
     assert replicas - 1 == spare or each.share_of(replicas - 1) > 10.0
 
 
 def test_a_spare_replica_is_one_more_and_headroom_is_carried_whole() -> None:
-    each = replace(task("l40s", rate=20.0).on(Candidate("l40s", 1, "v1", 8192, 64)), sessions=500)
-    replicas, found = stress(replace(each, spare=1), 4, 1)
+    replicas, found = stress(demand(20.0, sessions=500, spare=1), SMALL, 4, 1)
     assert replicas == 4
     assert found.lost is not None
     assert found.lost.met
-    replicas, found = stress(replace(each, headroom=0.4), 3, 1)
+    replicas, found = stress(demand(20.0, sessions=500, headroom=0.4), SMALL, 3, 1)
     assert replicas == 4
     assert found.with_headroom.met
 
 
 def test_what_misses_the_limits_behind_a_dispatcher_is_no_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
     missed = Level(0.76, overloaded=False, met=False)
-    monkeypatch.setattr("ebbench.sizing.choose.bound", lambda each: Bound(each.candidate, 10.0))
-    monkeypatch.setattr("ebbench.sizing.choose.size", lambda each, *_: Deployment(each.candidate, 4, READING, None, 4))
+    monkeypatch.setattr("ebbench.sizing.choose.bound", lambda run: Bound(candidate_of(run), 10.0))
     monkeypatch.setattr(
-        "ebbench.sizing.choose.stress", lambda _, replicas, __: (replicas + 3, Stress(missed, missed, None, 1.0, 1.0))
+        "ebbench.sizing.choose.size", lambda _load, run, *_: Deployment(candidate_of(run), 4, READING, None, 4)
     )
-    found = choose([task("h200")], {}, InProcess())
+    monkeypatch.setattr(
+        "ebbench.sizing.choose.stress",
+        lambda _load, _run, replicas, _fewest: (replicas + 3, Stress(missed, missed, None, 1.0, 1.0)),
+    )
+    found = choose(demand(), [on("h200")], {}, InProcess())
     assert found.carrying == ()
     assert [reason.worded(REFUSALS) for _, reason in found.refused] == [
         "7 replicas behind a dispatcher still miss the limits, not sized"
@@ -198,18 +209,18 @@ def test_what_misses_the_limits_behind_a_dispatcher_is_no_deployment(monkeypatch
 def test_a_run_that_is_too_short_to_decide_meets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    def short(_: PlanTask, plan: Plan, *__: object) -> ProbeReading:
+    def short(_: Demand, _run: RunSpec, plan: Plan, *__: object) -> ProbeReading:
         sizes.append(len(plan))
         return replace(READING, short=True)
 
     monkeypatch.setattr("ebbench.sizing.deployments._run", short)
-    monkeypatch.setattr("ebbench.sizing.deployments._missed_alone", lambda _: None)
-    assert size(task("h200"), 1, 2).replicas == 0
+    monkeypatch.setattr("ebbench.sizing.deployments._missed_alone", lambda *_: None)
+    assert size(demand(), on("h200"), 1, 2).replicas == 0
     assert sizes == [300, 600, 1200, 2400, 4800] * 2
 
 
 def test_limits_missed_by_a_lone_request_refuse_the_candidate() -> None:
-    deployment = size(task("l40s", limits="tpot:3"), 1, 100)
+    deployment = size(demand(limits="tpot:3"), on("l40s"), 1, 100)
     assert deployment.replicas == 0
     assert deployment.refused is not None
     assert deployment.refused.code == "missed_alone"
@@ -217,7 +228,7 @@ def test_limits_missed_by_a_lone_request_refuse_the_candidate() -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_reason() -> None:
-    found = bound(task("rtx-4090").changed(model="qwen3-32b"))
+    found = bound(on("rtx-4090").changed(model="qwen3-32b"))
     assert found.refused
 
 
@@ -308,7 +319,7 @@ def test_the_tables_fit_80_columns() -> None:
     rows = [replace(row, deployment=replace(row.deployment, replicas=12)) for row in rows]
     text = StringIO()
     console = Console(file=text, width=80)
-    for part in parts(DeploymentChoice(tuple(rows)), TASKS[0], {"rtx-pro-6000": 1.8, "l40s": 0.9}):
+    for part in parts(planned(DeploymentChoice(tuple(rows)), {"rtx-pro-6000": 1.8, "l40s": 0.9})):
         if isinstance(part, Table):
             console.print(part)
     for words in ("x1.2", "lost", "over", "123.45", "12 x tp1", "1,000 req", "output tok"):
@@ -319,7 +330,7 @@ def test_the_tables_fit_80_columns() -> None:
 def test_over_is_explained_where_the_table_has_it(lost: Level | None) -> None:
     stress = Stress(Level(1.0, False), Level(0.99, False), lost, 451.0, 24.4)
     found = DeploymentChoice((replace(costed("h200", 1.0, 20.0, 10.0, 100.0), stress=stress),))
-    explained = any(isinstance(part, str) and part.startswith("over:") for part in parts(found, TASKS[0], {}))
+    explained = any(isinstance(part, str) and part.startswith("over:") for part in parts(planned(found)))
     assert explained is (lost is not None and lost.overloaded)
 
 
@@ -329,7 +340,7 @@ def test_deployments_are_named_with_budget_and_sequences_if_they_differ(budget: 
     candidate = replace(other.deployment.candidate, max_num_batched_tokens=budget, max_num_seqs=seqs)
     other = replace(other, deployment=replace(other.deployment, candidate=candidate))
     text = StringIO()
-    for part in parts(DeploymentChoice((one, other)), TASKS[0], {}):
+    for part in parts(planned(DeploymentChoice((one, other)))):
         if isinstance(part, Table):
             Console(file=text, width=200).print(part)
     assert text.getvalue().count("B=8192 N=64") == (2 if named else 0)  # in both tables
@@ -340,7 +351,7 @@ def test_deployments_are_named_with_budget_and_sequences_if_they_differ(budget: 
 def test_the_cheapest_deployment_is_named_with_its_number_of_gpus(replicas: int, gpus: str) -> None:
     one = costed("h200", 1.0, 20.0, 10.0, 100.0)
     found = DeploymentChoice((replace(one, deployment=replace(one.deployment, replicas=replicas)),))
-    [sentence] = [part for part in parts(found, TASKS[0], {}) if isinstance(part, str) and part.startswith("Cheapest")]
+    [sentence] = [part for part in parts(planned(found)) if isinstance(part, str) and part.startswith("Cheapest")]
     assert sentence.endswith(gpus)
 
 
@@ -373,8 +384,8 @@ def test_the_plot_has_cost_over_latency_and_throughput_over_speed(tmp_path: Path
 
 def test_candidates_left_out_are_counted_by_reason() -> None:
     reason = fact("cannot_run", error="no room")
-    found = DeploymentChoice((), refused=((TASKS[0].candidate, reason), (TASKS[0].candidate, reason)))
-    assert parts(found, TASKS[0], {})[-1] == "2 candidates left out: no room (h200 tp1)."
+    found = DeploymentChoice((), refused=((candidate_of(RUNS[0]), reason), (candidate_of(RUNS[0]), reason)))
+    assert parts(planned(found))[-1] == "2 candidates left out: no room (h200 tp1)."
 
 
 def test_candidates_left_out_are_named_with_their_policies() -> None:
@@ -384,7 +395,7 @@ def test_candidates_left_out_are_named_with_their_policies() -> None:
     dear = [of("h100", tp, policy) for tp in (1, 2) for policy in ("v1", "eb")] + [of("h200", 2, "eb")]
     kept = [costed("l40s", 1.0, 20.0, 10.0, 100.0)]
     kept.append(replace(kept[0], deployment=replace(kept[0].deployment, candidate=of("h200", 2, "v1"))))
-    said = parts(DeploymentChoice(tuple(kept), pruned=tuple(dear)), TASKS[0], {})
+    said = parts(planned(DeploymentChoice(tuple(kept), pruned=tuple(dear))))
     assert "than 1.5 times the cheapest (h100 tp1 tp2, h200 tp2 (eb))." in str(said[-1])
 
 
@@ -410,10 +421,10 @@ def test_under_what_more_the_cheapest_fails_is_said_with_the_options(
     one = costed("h200", 1.0, 20.0, 10.0, 100.0)
     one = replace(one, deployment=replace(one.deployment, replicas=3))
     one = replace(one, stress=Stress(Level(1.0, False), headroom, lost, 20.0, 10.0))
-    sized = replace(TASKS[0], headroom=0.2, spare=1)
-    lines = [str(part) for part in parts(DeploymentChoice((one,)), TASKS[0], {}) if "It misses" in str(part)]
+    lines = [str(part) for part in parts(planned(DeploymentChoice((one,)))) if "It misses" in str(part)]
     assert lines == ([said] if said else [])
-    [line] = [str(part) for part in parts(DeploymentChoice((one,)), sized, {}) if "Cheapest" in str(part)]
+    sized = planned(DeploymentChoice((one,)), headroom=0.2, spare=1)
+    [line] = [str(part) for part in parts(sized) if "Cheapest" in str(part)]
     assert "carries 120 % of this rate, and this rate with one replica lost: 3 x h200" in line
 
 

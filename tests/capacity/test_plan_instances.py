@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from ebbench.cli.main import app
 from ebbench.runs.execute import Task, make
 from ebbench.sizing import candidates
-from ebbench.sizing.choose import Costed, DeploymentChoice
-from ebbench.sizing.deployments import Candidate, Deployment, PlanTask, bound, size
+from ebbench.sizing.choose import Costed, DeploymentChoice, DeploymentPlan
+from ebbench.sizing.deployments import Candidate, Deployment, bound, run_of, size
 from ebbench.sizing.plan_sentences import parts
-from ebbench.spec.run import simulated
-from tests.capacity.test_plan import READING, task
+from ebbench.spec.run import RunSpec, simulated
+from tests.capacity.test_plan import READING, demand, on
 
 LOAD = [
     *("--source", "profile", "--request-rate", "3", "--goodput", "ttft:1500", "tpot:40"),
@@ -27,8 +27,8 @@ LOAD = [
 SHARED = Candidate("h200", 1, "v1", 8192, 8, dp=2, ep=2)
 
 
-def moe(candidate: Candidate) -> PlanTask:
-    return replace(task("h200", rate=1.0).changed(model="qwen3-30b-a3b").on(candidate), sessions=60)
+def moe(candidate: Candidate) -> RunSpec:
+    return run_of(candidate, on("h200").changed(model="qwen3-30b-a3b"))
 
 
 def test_the_command_sizes_the_instances_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_an_instance_is_simulated_as_run_simulates_its_topology() -> None:
 
 def test_what_the_gpus_share_changes_the_time_per_token() -> None:
     shapes = [(2, 1, 1), (2, 1, 2), (1, 2, 2)]
-    found = [size(moe(replace(SHARED, tp=tp, dp=dp, ep=ep)), 1, 1) for tp, dp, ep in shapes]
+    found = [size(demand(1.0, sessions=60), moe(replace(SHARED, tp=tp, dp=dp, ep=ep)), 1, 1) for tp, dp, ep in shapes]
     assert {each.gpus for each in found} == {2}
     assert len({each.reading.tpot_ms for each in found if each.reading}) == 3
 
@@ -67,7 +67,8 @@ def test_what_the_gpus_share_changes_the_time_per_token() -> None:
 def printed(*candidates: Candidate, model: str = "qwen3-30b-a3b", width: int = 200) -> str:
     text = StringIO()
     found = tuple(Costed(Deployment(each, 12, READING), 123.45) for each in candidates)
-    for part in parts(DeploymentChoice(found), task("h200").changed(model=model), {"h200": 3.0}):
+    run = on("h200").changed(model=model)
+    for part in parts(DeploymentPlan(DeploymentChoice(found), demand(), run, {"h200": 3.0})):
         Console(file=text, width=width if isinstance(part, Table) else 10_000).print(part)
     return text.getvalue()
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from msgspec.structs import replace as replace_struct
 from typer.testing import CliRunner
 
 from ebbench.cli.main import app
 from ebbench.config.topology import DECODE_UTILIZATION, PoolSpec, TopologySpec
 from ebbench.devices.loader import load_device, unit_device
 from ebbench.errors import UsageError
+from ebbench.records.plan import Plan
 from ebbench.simulation.state import StoreFullError
 from ebbench.simulation.transfer import ReceiveStore, TransferFabric, TransferLink
 from tests.cluster.cluster_worlds import FixedAndToken, device, ns, plan, pools, run
@@ -116,6 +120,34 @@ def test_units_with_a_barrier_in_both_pools() -> None:
     for row in decode:
         ends.setdefault(row["start_ns"], set()).add(row["end_ns"])
     assert all(len(values) == 1 for values in ends.values())
+
+
+def by_priority(lengths: list[tuple[int, int]], priorities: list[int], arrivals_s: list[float]) -> Plan:
+    """A plan whose requests have priorities."""
+    made = plan(lengths, arrivals_s)
+    return replace(made, table=made.table.append_column("priority", pa.array(priorities, pa.int32())))
+
+
+@pytest.mark.parametrize("dispatch", ["round-robin", "least-outstanding", "power-of-two", "prefix-affine"])
+def test_each_replica_takes_the_lowest_priority_first(dispatch: str) -> None:
+    values = [int(value) for value in np.random.default_rng(1).integers(-2, 3, 40)]
+    made = by_priority([(100, 3)] * 40, values, [0.001 * place for place in range(40)])
+    result = run("replicas=2", made, dispatch, max_num_seqs=1, scheduling_policy="priority")
+    order = np.argsort(ns(result, "scheduled_ns"))
+    for unit in (0, 1):
+        _, *rows = [row for row in order.tolist() if ns(result, "worker")[row] == unit]  # the first found it idle
+        assert len(rows) > 10
+        assert rows == sorted(rows, key=lambda row: (values[row], row))
+
+
+def test_decode_units_take_the_lowest_priority_first() -> None:
+    values = [0, 5, -1, 5, 2, -1, 0]
+    made = by_priority([(100, 4)] * 7, values, [0.0] * 7)
+    spec = pools(1, 1)
+    one_at_a_time = replace_struct(spec, decode=PoolSpec(max_num_seqs=1))
+    result = run(one_at_a_time, made, scheduling_policy="priority")
+    order = np.argsort(ns(result, "end_ns")).tolist()
+    assert order[1:] == sorted(set(range(7)) - {order[0]}, key=lambda row: (values[row], row))
 
 
 def test_unknown_kv_size_is_refused() -> None:

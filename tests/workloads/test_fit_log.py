@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -342,6 +343,35 @@ def test_sessions_and_pauses_are_learned(tmp_path: Path) -> None:
     assert (np.diff(plan["input_tokens"].to_numpy())[later] > 0).all()
     assert (np.diff(plan["content"].to_numpy())[later] == 0).all()
     assert len(set(plan["content"].to_pylist())) == 200
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["in turns", "with sub-agents"])
+def test_the_kind_of_pause_is_learned(beside: bool, tmp_path: Path) -> None:
+    """Half of the turns call tools, which take 2 s; users take 30 s."""
+    path = tmp_path / "kinds.csv"
+    rng = np.random.default_rng(8)
+    lines = []
+    for session in range(200):
+        start, prompt = 1.7e9 + 100 * session, 300
+        for _ in range(5):
+            calls = bool(rng.random() < 0.5)
+            stop = "tool_calls" if calls else "stop"
+            lines.append(f"{start:.3f},{start + 2:.3f},s{session},{prompt},40,{stop}\n")
+            if beside and calls:
+                lines.append(f"{start + 2.2:.3f},{start + 2.9:.3f},s{session},90,20,stop\n")
+                lines.append(f"{start + 2.3:.3f},{start + 2.8:.3f},s{session},80,20,stop\n")
+            start, prompt = start + 2 + float(rng.normal(2 if calls else 30, 0.1)), prompt + 100
+    path.write_text("start_time,end_time,session_id,input_tokens,output_tokens,finish_reason\n" + "".join(lines))
+    for table in (build_plan(source).table for source in (f"log:{path}", str(fit(path, tmp_path)))):
+        tools = table["tool_ns"].drop_null().to_numpy()
+        pauses = table["pause_ns"].filter(pc.is_valid(table["tool_ns"])).to_numpy()
+        by_tools = tools > 0
+        # How often requests overlap is drawn anew, and with it how many wait for tools.
+        assert by_tools.mean() == pytest.approx(0.53 if beside else 0.5, rel=0.15 if beside else 0.05)
+        assert (tools[by_tools] == pauses[by_tools]).all()
+        if not beside:
+            assert np.median(pauses[by_tools]) / 1e9 == pytest.approx(2, rel=0.1)
+            assert np.median(pauses[~by_tools]) / 1e9 == pytest.approx(30, rel=0.1)
 
 
 def test_logs_that_cannot_be_fitted_are_refused(azure: Path, tmp_path: Path) -> None:
