@@ -12,7 +12,7 @@ from ebbench.records.plan import ClosedPhase
 from ebbench.simulation.engine import EngineLoop, OpenGate, StepTimer, Unit
 from ebbench.simulation.kv import CountingKv
 from ebbench.simulation.releases import Releases
-from ebbench.simulation.scheduler import Scheduler
+from ebbench.simulation.scheduler import Scheduler, SchedulerListener
 from ebbench.simulation.state import RequestState
 from ebbench.simulation.step import Step, StepLog
 from ebbench.spec.server import EngineOptions
@@ -21,7 +21,7 @@ from tests.simulation.worlds import plan
 MS = 1_000_000
 
 
-class Heard:
+class Heard(SchedulerListener):
     """Records the scheduler's calls about admitted and finished requests."""
 
     def __init__(self) -> None:
