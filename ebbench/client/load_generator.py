@@ -402,7 +402,7 @@ def _senders(
         return local_senders(part, url, model, options, id_prefix, environ)
     from ebbench.client.nodes import node_senders
 
-    return node_senders(nodes, part, url, model, options, id_prefix, environ)
+    return contextlib.nullcontext(node_senders(nodes, part, url, model, options, id_prefix, environ))
 
 
 def _client_facts(

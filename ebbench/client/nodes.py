@@ -401,8 +401,7 @@ class NodeSenders:
             self.send_all(Stop(abort=True))
 
 
-@contextlib.asynccontextmanager
-async def node_senders(
+def node_senders(
     nodes: Sequence[ClientNode],
     plan: PlanPart,
     url: ServerUrl,
@@ -410,12 +409,12 @@ async def node_senders(
     options: ClientOptions,
     id_prefix: str,
     environ: Mapping[str, str],
-) -> AsyncIterator[NodeSenders]:
+) -> NodeSenders:
     """Split ``plan`` over the nodes, which end with their actors. Raises UsageError if there is too little to split."""
     parts = split(plan, len(nodes))
     sending = [Sending(node, part) for node, part in zip(nodes, parts, strict=True)]
     keys = {name: environ[name] for name in KEY_VARIABLES if name in environ}
-    yield NodeSenders(sending, url, model, options, id_prefix, keys)
+    return NodeSenders(sending, url, model, options, id_prefix, keys)
 
 
 def _stream(table: pa.Table) -> bytes:

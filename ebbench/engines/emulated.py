@@ -264,8 +264,7 @@ class _EmulatedRun:
         self._drafts = None if options.drafts is None else DraftCounts(options.drafts.tokens)
         self._front_end = FrontEnd.of(options, device.profile, 1, self._state)
         self._on_the_device: deque[_Tokens] = deque()
-        limits = options.max_num_queued_reqs, options.max_num_queued_tokens
-        queue_limits = None if limits == (None, None) else QueueLimits(self._state, *limits)
+        queue_limits = QueueLimits.of(options, self._state)
         self._clients = VirtualClients(plan, self._state, self._front_end, warmup, begin, queue_limits)
         executor = self.core.model_executor
         executor.attach(self._clock, device.cost, self._reader(options))

@@ -260,15 +260,12 @@ def journalled(engine: Engine, writer: RunWriter) -> Engine:
     return replace(engine, on_batch=Journal(writer, "requests").add, log=writer.path / "server.log")
 
 
-def with_step_parts(engine: Engine) -> Engine:
-    """The engine as a run that is stored needs it: a simulation gives its steps in parts."""
-    return replace(engine, steps_in_parts=True) if hasattr(engine, "steps_in_parts") else engine  # type: ignore[type-var]
-
-
-def without_step_tables(engine: Engine) -> Engine:
-    """The engine as a run needs it of which only figures are kept: a simulation of one instance stores no steps."""
-    alone = hasattr(engine, "figures_only") and simulated_pools(engine) is None
-    return replace(engine, figures_only=True) if alone else engine  # type: ignore[type-var]
+def recording(engine: Engine, *, stored: bool) -> Engine:
+    """A simulator that keeps as much as is stored: its steps in parts, or, of one instance, none; other engines
+    unchanged."""
+    if not hasattr(engine, "figures_only") or (simulated_pools(engine) is not None and not stored):
+        return engine
+    return replace(engine, steps_in_parts=stored, figures_only=not stored)  # type: ignore[type-var]
 
 
 def simulated_pools(engine: Engine) -> TopologySpec | None:

@@ -206,14 +206,13 @@ class _Simulation:
         self._drafting: Drafting | None = None
         topology = engine.topology
         stages = self._pools(topology) if topology is not None and topology.disaggregated else self._replicas(topology)
-        limits = options.max_num_queued_reqs, options.max_num_queued_tokens
         self._loop = EventLoop(
             plan,
             *stages,
             network_ns=self._network_ns,
             warmup=warmup,
             begin=self._begin,
-            queue_limits=None if limits == (None, None) else QueueLimits(stages[0].state, *limits),
+            queue_limits=QueueLimits.of(options, stages[0].state),
         )
 
     def run(self, observer: Observer | None) -> EngineResult:

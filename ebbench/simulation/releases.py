@@ -35,6 +35,7 @@ from ebbench.simulation.state import (
     requests_table,
 )
 from ebbench.simulation.step import FigureLog, StepLog
+from ebbench.spec.server import EngineOptions
 from vllm_eb.controller import Controller
 from vllm_eb.strategy import Record
 
@@ -305,6 +306,12 @@ class QueueLimits:
         self._state, self._max_reqs, self._max_tokens = state, max_reqs, max_tokens
         self._open = 0
         self._prefilling: dict[int, int] = {}  # prompt tokens of open requests without a first token, by row
+
+    @classmethod
+    def of(cls, options: EngineOptions, state: RequestState) -> QueueLimits | None:
+        """The limits that the options set; None if they set none."""
+        limits = options.max_num_queued_reqs, options.max_num_queued_tokens
+        return None if limits == (None, None) else cls(state, *limits)
 
     def admits(self, row: int, now_ns: int) -> bool:
         """Whether a request that comes now is accepted; it is then open."""
