@@ -9,7 +9,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -35,10 +35,8 @@ from ebbench.client.messages import (
     send,
 )
 from ebbench.client.release_schedule import ReleaseSchedule, SharedMemory, memory_folder
-from ebbench.client.request_sender import request_head
 from ebbench.client.session_plan import PlanPart, SessionPlan
 from ebbench.client.worker import WorkerSockets, run_worker
-from ebbench.config.server_url import ServerUrl
 from ebbench.errors import UsageError
 from ebbench.network.connections import CA_VARIABLES
 from ebbench.network.credentials import KEY_VARIABLES
@@ -279,7 +277,7 @@ class LocalSenders:
 
     def missing(self, seen: Seen) -> list[RequestRecord]:
         """Records of the requests that no worker reported: never sent, or lost with their worker."""
-        return missing_records(self.part.sessions, self.schedule.released, self.part.dropped, seen)
+        return missing_records(self.part, self.schedule.released, seen)
 
     def workers(self) -> Mapping[int, WorkerDone | None]:
         """The final message of each worker by its number; None for one that was lost."""
@@ -295,30 +293,19 @@ Senders: TypeAlias = "LocalSenders | NodeSenders"
 
 
 @contextlib.asynccontextmanager
-async def local_senders(
-    part: PlanPart, url: ServerUrl, model: str, options: ClientOptions, id_prefix: str, environ: Mapping[str, str]
-) -> AsyncIterator[LocalSenders]:
+async def local_senders(part: PlanPart, environ: Mapping[str, str]) -> AsyncIterator[LocalSenders]:
     """Start this machine's workers with ``part``; on exit, end them in every case.
 
     Raises UsageError if a worker may not open as many connections as its share of the load needs.
     """
-    workers, target = workers_for(part.most_open, options), url.target(options.endpoint, model)
-    head = request_head(target, options, environ)
+    workers = workers_for(part.load.most_open, part.load.options)
     _allow_connections(part, max(1, workers))
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ebbench-", dir=memory_folder()))
         memory = stack.enter_context(contextlib.closing(_shared_files(folder, part.table, part.sessions)))
         # No lock here: this process writes the schedule before the start and reads it after the end.
-        schedule = ReleaseSchedule(
-            memory, contextlib.nullcontext(), part.sessions.sessions, part.sessions.slots, part.sessions.arrivals
-        )
-        assignment = Assignment(
-            worker=0, workers=0, target=target, head=head, model=model, id_prefix=id_prefix, folder=folder,
-            options=replace(options, slot_spacing_s=part.spacing_ns / 1e9),
-            phases=part.phases, max_concurrency=part.max_concurrency, dropped=part.dropped,
-        )  # fmt: skip
-        senders = LocalSenders(schedule, part)
-        async with _workers(senders, assignment, workers, environ):
+        senders = LocalSenders(part.sessions.schedule(memory, contextlib.nullcontext()), part)
+        async with _workers(senders, Assignment(0, 0, folder, part.load), workers, environ):
             yield senders
 
 
@@ -327,37 +314,34 @@ def _allow_connections(part: PlanPart, workers: int) -> None:
 
     Without a limit on open sessions that is as many as there are, or as the system lets.
     """
-    most = -(-part.most_open // workers)
+    most_open = part.load.most_open
+    most = -(-most_open // workers)
     allowed = allow_open_files(2 * (most or part.sessions.sessions) + OTHER_FILES)
     if most and allowed < most + OTHER_FILES:
-        enough = -(-part.most_open // (allowed - OTHER_FILES)) if allowed > OTHER_FILES else 0
+        enough = -(-most_open // (allowed - OTHER_FILES)) if allowed > OTHER_FILES else 0
         remedy = f", or give --workers {enough}" if enough else ""
         raise UsageError(
-            f"{part.most_open:,} requests open at a time need {most + OTHER_FILES:,} open files in a client process, "
+            f"{most_open:,} requests open at a time need {most + OTHER_FILES:,} open files in a client process, "
             f"and the hard limit is {allowed:,}: raise it (ulimit -Hn, as root){remedy}"
         )
 
 
 def missing_records(
-    plan: SessionPlan,
-    released: int,
-    dropped: frozenset[int],
-    seen: Seen,
-    lost: str = "worker_lost",
-    unsent: str = "not_released",
+    part: PlanPart, released: int, seen: Seen, lost: str = "worker_lost", unsent: str = "not_released"
 ) -> list[RequestRecord]:
-    """Records for the rows that have none.
+    """Records for the rows of ``part`` that have none.
 
     Those of the first ``released`` sessions are failed with the error class ``lost``, the others never sent with the
     class ``unsent``.
     """
     records = []
-    for session in range(plan.sessions):
-        for row in plan.turns(session):
+    for session in range(part.sessions.sessions):
+        for row in part.sessions.turns(session):
             if seen[row]:
                 continue
-            failed = session < released and row not in dropped
-            reason = "too_long" if row in dropped else lost if failed else unsent
+            dropped = row in part.load.dropped
+            failed = session < released and not dropped
+            reason = "too_long" if dropped else lost if failed else unsent
             records.append(RequestRecord(row, -1, "failed" if failed else "never_sent", error_class=reason))
     return records
 

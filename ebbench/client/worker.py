@@ -34,12 +34,12 @@ from ebbench.client.messages import (
 from ebbench.client.release_schedule import NEVER, Arrivals, FileLock, ReleaseSchedule, SharedMemory
 from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import BODY_LIMIT, LONGEST_MODEL, StreamedResponse, classify, response_to
-from ebbench.client.session_plan import BodiesAhead, SessionPlan, plan_sessions
+from ebbench.client.session_plan import BodiesAhead, SessionPlan
 from ebbench.network.credentials import redacted
 from ebbench.process.alarm import Alarm
 from ebbench.process.interpreter import no_full_collections
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
-from ebbench.spec.client import secrets, spacing_ns
+from ebbench.spec.client import secrets
 
 if TYPE_CHECKING:
     from ebbench.workloads.tokens import TokenizerCount
@@ -92,16 +92,16 @@ class OpenSession:
         if schedule.stopped:
             self._give_up(row, NOT_RELEASED, itself=True)
             return ready_ns, []
-        if row in worker.assignment.dropped:  # the parent adds its record
+        if row in worker.load.dropped:  # the parent adds its record
             return ready_ns, self._after(row, ready_ns)
         turn, hang_up_ns = self._plan.turn(row), self._plan.hang_up_ns(row)
         history, asked = self._histories.get(turn.content, ([], ""))
         whole = turn.prompt is not None and turn.prompt.startswith(asked)
         body = worker.body(turn, () if whole else history, may_hang_up=hang_up_ns is not None)
-        options = worker.assignment.options
+        options = worker.load.options
         keep_text = options.keep_text or bool(options.tokenizer) or (turn.prompt is not None and len(self._rows) > 1)
         answer = response_to(DIALECTS[options.endpoint], keep_text)
-        await worker.sender.send(worker.assignment.id_prefix + turn.request_id, body, answer, hang_up_ns)
+        await worker.sender.send(worker.load.id_prefix + turn.request_id, body, answer, hang_up_ns)
         status = worker.ended(turn, intended_ns, answer)
         if status != "ok":
             self._give_up(row, EARLIER_TURN_ABANDONED if status == ABANDONED else EARLIER_TURN_FAILED)
@@ -162,26 +162,15 @@ async def _send_part(
     writer: asyncio.StreamWriter,
 ) -> WorkerDone:
     """Send the requests."""
-    session_plan = plan_sessions(
-        _mapped(plan_path(assignment.folder)),
-        assignment.phases,
-        assignment.max_concurrency,
-        spacing_ns(assignment.options),
-    )
-    bodies = RequestBodies(assignment.model, assignment.options)
+    load, session_plan = assignment.load, assignment.load.sessions(_mapped(plan_path(assignment.folder)))
+    bodies = RequestBodies(load.model, load.options)
     with contextlib.ExitStack() as stack:
         memory = stack.enter_context(contextlib.closing(SharedMemory(schedule_path(assignment.folder))))
         lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if assignment.workers > 1:  # otherwise no other process uses the schedule between the start and the end
             lock = stack.enter_context(contextlib.closing(FileLock(lock_path(assignment.folder))))
-        schedule = ReleaseSchedule(
-            memory,
-            lock,
-            session_plan.sessions,
-            session_plan.slots,
-            session_plan.arrivals,
-        )
-        async with RequestSender(assignment.target, assignment.head, assignment.options, environ) as sender:
+        schedule = session_plan.schedule(memory, lock)
+        async with RequestSender(load.target, load.options, environ) as sender:
             worker = Worker(assignment, session_plan, schedule, bodies, sender, sockets, writer, environ)
             await sender.prepare(worker.initial_connections(), reserve=worker.open_loop)
             worker.ahead.start(worker.first_sessions())
@@ -241,8 +230,9 @@ class Worker:
         environ: Mapping[str, str],
     ) -> None:
         self.assignment, self.session_plan, self.schedule, self._bodies = assignment, session_plan, schedule, bodies
+        self.load = assignment.load
         self.sender, self._sockets, self._writer = sender, sockets, writer
-        self._secrets = secrets(assignment.options, environ)
+        self._secrets = secrets(self.load.options, environ)
         self._loop = asyncio.get_running_loop()
         self._alarm = Alarm(self._loop, self._on_alarm)
         self._own_next = assignment.worker
@@ -253,7 +243,7 @@ class Worker:
         self._idle = asyncio.Event()
         self.stopping = asyncio.Event()
         self._failure: BaseException | None = None
-        self._counter = _counter(assignment.options.tokenizer)
+        self._counter = _counter(self.load.options.tokenizer)
 
     async def run(self, reader: asyncio.StreamReader) -> None:
         """Run to the end of the plan, or until the parent sends Stop."""
@@ -290,7 +280,7 @@ class Worker:
         if self.session_plan.arrivals is not None:
             at_once = bisect_right(self.session_plan.arrivals.arrival_ns, round(_AT_ONCE_S * 1e9))
             return min(-(-at_once // self.assignment.workers), first)
-        spacing_s = self.assignment.options.slot_spacing_s
+        spacing_s = self.load.spacing_ns / 1e9
         return first if not spacing_s else min(first, 1 + round(_SLOTS_OPEN_S / spacing_s / self.assignment.workers))
 
     @property
@@ -370,7 +360,7 @@ class Worker:
         self._open.discard(task)
         self.schedule.end(ended_ns)
         # This worker takes the slot just freed; it shares further slots, if the limit rose, with the others.
-        if self.session_plan.arrivals is None or self.assignment.max_concurrency is not None:
+        if self.session_plan.arrivals is None or self.load.max_concurrency is not None:
             self._take()
         self._fill(changed=True)
 
@@ -404,7 +394,7 @@ class Worker:
     def _record_of(self, turn: Turn, intended_ns: int, streamed: StreamedResponse) -> RequestRecord:
         if self._counter is not None:
             streamed.estimate(self._counter.count)
-        verdict = classify(streamed, turn.output_tokens, self.assignment.options.ignore_eos)
+        verdict = classify(streamed, turn.output_tokens, self.load.options.ignore_eos)
         counts, body, tokens = streamed.counts(), verdict.error_body, verdict.tokens
         odd = {name: redacted(value, self._secrets)[:_ODD_CHARACTERS] for name, value in counts.odd.items()}
         return RequestRecord(
@@ -425,12 +415,12 @@ class Worker:
             error_class=verdict.error_class,
             error_body=redacted(body, self._secrets)[:BODY_LIMIT] if body is not None else None,
             http_status=streamed.status,
-            text=self._redacted(streamed.text) if self.assignment.options.keep_text else None,
+            text=self._redacted(streamed.text) if self.load.options.keep_text else None,
             thinking_tokens=verdict.hidden_tokens or streamed.thinking_tokens,
             first_answer_ns=tokens.times_ns[0] if verdict.hidden_tokens else streamed.first_answer_ns,
             odd_numbers=odd or None,
             first_on_connection=streamed.first_on_connection,
-            other_model=self._redacted(_other_model(streamed, turn.lora or self.assignment.model)),
+            other_model=self._redacted(_other_model(streamed, turn.lora or self.load.model)),
             estimated=streamed.estimated,
             drafts=counts.drafts,
         )
