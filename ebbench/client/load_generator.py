@@ -274,7 +274,8 @@ async def _drive(
     table, renamed = unique_ids(plan.table)
     plan = replace(plan, table=table)
     async with AsyncExitStack() as stack:
-        interrupts = stack.enter_context(Interrupts())
+        interrupts = Interrupts()
+        stack.enter_context(interrupts.signals)
         nodes = await _nodes(stack, url, options, environ) if options.on_nodes else None
         server = await stack.enter_async_context(ServerQueries(url, options, environ))
         ready = await _made_ready(server, url, plan, options, environ)

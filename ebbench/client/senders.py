@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -163,7 +162,7 @@ async def _end(pool: LocalSenders) -> None:
 
 
 class Interrupts:
-    """Context manager of the task that sends a plan.
+    """What stops the task that sends a plan, inside the context ``signals``.
 
     The signal handler only wakes the event loop, so that a signal is never an exception inside it. Leaving raises
     nothing: a run that has sent requests ends with what was measured, see ``interrupted``. A signal after that waits
@@ -177,12 +176,12 @@ class Interrupts:
         self._task = task
         self._senders: Senders | None = None
         self._stops = 0
-        self._signals = on_signal(self._wake)
+        self.signals = on_signal(self._wake)
 
     @property
     def interrupted(self) -> bool:
         """Whether a signal was received."""
-        return self._signals.received > 0
+        return self.signals.received > 0
 
     def stop(self, senders: Senders) -> None:
         """From now on stop ``senders`` instead of cancelling the run. Call it before they start."""
@@ -190,16 +189,7 @@ class Interrupts:
 
     def close(self) -> None:
         """React to no further signal: all requests have ended."""
-        self._signals.__exit__(None, None, None)
-
-    def __enter__(self) -> Interrupts:
-        self._signals.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._signals.__exit__(kind, error, trace)
+        self.signals.__exit__(None, None, None)
 
     def _wake(self) -> None:
         self._loop.call_soon_threadsafe(self._react)
