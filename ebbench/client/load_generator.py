@@ -30,7 +30,7 @@ from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import StreamedResponse, response_to
 from ebbench.client.senders import Interrupts, Senders, local_senders
 from ebbench.client.server_queries import Scraper, Served, ServerQueries, reported_settings, run_to_end
-from ebbench.client.session_plan import Load, PlanPart, check_attachments, rows_too_long, unique_ids
+from ebbench.client.session_plan import MachineLoad, PlanPart, check_attachments, rows_too_long, unique_ids
 from ebbench.client.telemetry import telemetry
 from ebbench.client.verdict import (
     client_warnings,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 _AT_ONCE = 64
 
 
-async def warm_up(load: Load, plan: Plan, environ: Mapping[str, str]) -> None:
+async def warm_up(load: MachineLoad, plan: Plan, environ: Mapping[str, str]) -> None:
     """Send ``options.warmup`` requests. Raises RunError if all of them fail: the run would fail too."""
     answers = await _sent(load, [_turn(plan, number) for number in range(load.options.warmup)], environ)
     failed = [answer for answer in answers if answer.error_class is not None]
@@ -66,7 +66,7 @@ async def warm_up(load: Load, plan: Plan, environ: Mapping[str, str]) -> None:
         _refuse(failed[0], "every warm-up request failed", load.options, environ)
 
 
-async def prime(load: Load, plan: Plan, environ: Mapping[str, str]) -> None:
+async def prime(load: MachineLoad, plan: Plan, environ: Mapping[str, str]) -> None:
     """Put what the plan takes for held into the server's prefix cache. Raises RunError if a request for it fails."""
     names = ("content", "hash_ids", "input_tokens", "output_tokens")
     turns = [
@@ -84,7 +84,7 @@ def _refuse(answer: StreamedResponse, what: str, options: ClientOptions, environ
     raise RunError(f"{what} ({answer.error_class}: {body})")
 
 
-async def _sent(load: Load, turns: Sequence[Turn], environ: Mapping[str, str]) -> list[StreamedResponse]:
+async def _sent(load: MachineLoad, turns: Sequence[Turn], environ: Mapping[str, str]) -> list[StreamedResponse]:
     """The answers to requests that are not recorded."""
     if not turns:
         return []
@@ -225,7 +225,7 @@ class _Ready(NamedTuple):
 
     served: Served
     version: str | None
-    load: Load
+    load: MachineLoad
     cache_reset: bool
 
 
@@ -237,7 +237,7 @@ async def _made_ready(
     served, version = await server.served(), await server.version()
     check_attachments(plan.table, options.endpoint, served.names)
     only_prompts = DIALECTS[options.endpoint].whole
-    load = Load(
+    load = MachineLoad(
         url=url,
         model=served.model,
         options=options,
@@ -322,7 +322,7 @@ async def _drive(
     )
 
 
-def _asked_facts(load: Load) -> dict[str, Any]:
+def _asked_facts(load: MachineLoad) -> dict[str, Any]:
     """Which server was asked, and how."""
     options = load.options
     facts = {

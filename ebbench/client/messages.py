@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from ebbench.client.dialects import DraftCounts
-from ebbench.client.session_plan import Load
+from ebbench.client.session_plan import MachineLoad
 
 
 class RequestRecord(msgspec.Struct, tag="record", array_like=True, gc=False):
@@ -66,7 +66,7 @@ class Assignment(msgspec.Struct, tag="assignment"):
     worker: int
     workers: int
     folder: str
-    load: Load
+    load: MachineLoad
 
 
 class Start(msgspec.Struct, tag="start"):

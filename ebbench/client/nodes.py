@@ -21,7 +21,7 @@ import ebbench
 from ebbench.client.messages import Batch, FromParent, NodeReport, Place, RequestRecord, Stop, WorkerDone
 from ebbench.client.senders import Findings, LocalSenders, OnBatch, Seen, local_senders, missing_records
 from ebbench.client.server_queries import ServerQueries
-from ebbench.client.session_plan import Load, PlanPart, split
+from ebbench.client.session_plan import MachineLoad, PlanPart, split
 from ebbench.config.server_url import is_loopback
 from ebbench.errors import EbbenchError, RunError, UsageError
 from ebbench.network.credentials import KEY_VARIABLES
@@ -408,7 +408,7 @@ def _stream(table: pa.Table) -> bytes:
 
 _REPORT_WITHIN_S = 1.0
 _FROM_PARENT = msgspec.msgpack.Decoder(FromParent)
-_LOAD = msgspec.msgpack.Decoder(Load)
+_LOAD = msgspec.msgpack.Decoder(MachineLoad)
 _ROW = "row"
 """The column of a part's requests that has their rows in the whole plan."""
 _encode = msgspec.msgpack.encode

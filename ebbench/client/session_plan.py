@@ -205,7 +205,7 @@ _TOO_LITTLE = (
 
 
 @dataclass(frozen=True)
-class Load:
+class MachineLoad:
     """What one machine sends where, beside the requests themselves.
 
     ``phases`` and ``max_concurrency``: this machine's share of the plan's. ``dropped``: rows of its requests that are
@@ -242,7 +242,7 @@ class PlanPart:
 
     rows: Ints
     table: pa.Table
-    load: Load
+    load: MachineLoad
 
     @cached_property
     def sessions(self) -> SessionPlan:

@@ -25,7 +25,7 @@ from ebbench.client.nodes import (
     measured_offset,
     this_place,
 )
-from ebbench.client.session_plan import Load, PlanPart, shares, split
+from ebbench.client.session_plan import MachineLoad, PlanPart, shares, split
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import EbbenchError, UsageError
 from ebbench.records.plan import ClosedPhase, Plan
@@ -34,7 +34,7 @@ from tests.client.client_runs import plan_of
 
 
 def part_of(plan: Plan, dropped: frozenset[int] = frozenset()) -> PlanPart:
-    load = Load(
+    load = MachineLoad(
         ServerUrl.parse("http://10.0.0.9"), "m", ClientOptions(), "x-", plan.phases, plan.max_concurrency, dropped, 100
     )
     return PlanPart(np.arange(len(plan)), plan.table, load)
