@@ -274,10 +274,4 @@ class DraftingScheduler(Scheduler):
             self._known[fresh] = self._existing(fresh)
             state.target[fresh] = self._known[fresh] + step.next_drafts
         finished = state.next_slot.take(rows) == state.end_slot.take(rows)
-        if not np.count_nonzero(finished):
-            return []
-        ended: list[int] = rows[finished].tolist()
-        for row in ended:
-            self._finish(row, step.end_ns)
-        self.running = self.running[~state.done.take(self.running)]
-        return ended
+        return self._finish(rows[finished].tolist(), step.end_ns) if np.count_nonzero(finished) else []

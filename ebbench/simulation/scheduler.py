@@ -664,13 +664,7 @@ class Scheduler:
         slots += 1
         state.next_slot[sampled] = slots
         finished = slots == state.end_slot.take(sampled)
-        if not np.count_nonzero(finished):
-            return []
-        ended: list[int] = sampled[finished].tolist()
-        for row in ended:
-            self._finish(row, step.end_ns)
-        self.running = self.running[~state.done.take(self.running)]
-        return ended
+        return self._finish(sampled[finished].tolist(), step.end_ns) if np.count_nonzero(finished) else []
 
     def deliver_decodes(self, rows: Ints, count: int) -> None:
         """Deliver the ``count`` oldest steps in flight, all decodes of ``rows``, none of which finishes a request."""
@@ -690,17 +684,21 @@ class Scheduler:
             if self.stale.pop(row):
                 self.state.target[row] += 1
 
-    def _finish(self, row: int, now_ns: int) -> None:
+    def _finish(self, rows: list[int], now_ns: int) -> list[int]:
+        """End these requests, and return them."""
         state = self.state
-        state.done[row] = True
-        if not state.held_blocks[row]:
-            self.waiting.remove(row)  # it finished with the token in flight when it was preempted
-        elif not self._keep_finished:
-            self.kv.release(row, self.finished_tokens(row))
-            state.held_blocks[row] = 0
-        state.end_ns[row] = now_ns
-        for listener in self.listeners:
-            listener.finished(row)
+        for row in rows:
+            state.done[row] = True
+            if not state.held_blocks[row]:
+                self.waiting.remove(row)  # it finished with the token in flight when it was preempted
+            elif not self._keep_finished:
+                self.kv.release(row, self.finished_tokens(row))
+                state.held_blocks[row] = 0
+            state.end_ns[row] = now_ns
+            for listener in self.listeners:
+                listener.finished(row)
+        self.running = self.running[~state.done.take(self.running)]
+        return rows
 
     def free_finished(self, row: int) -> None:
         """Free the blocks of a finished request; a second call has no effect."""
