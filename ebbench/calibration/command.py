@@ -41,7 +41,7 @@ from ebbench.records import files
 from ebbench.records.plan import Plan
 from ebbench.render.documents import Console
 from ebbench.render.live import Work, shown
-from ebbench.spec.server import MOST_TOKENS, EngineOptions, served_drafts
+from ebbench.spec.server import MOST_TOKENS, EngineOptions, refuse_without_drafts, served_drafts
 from ebbench.workloads import build_plan
 from vllm_eb.calibration import calibration_to_json
 from vllm_eb.policy import parse_policy
@@ -155,6 +155,7 @@ def _measure_vllm(
 
 def _drafts_of(vllm_options: Sequence[str]) -> int:
     """Tokens that a server with these arguments drafts per decode. Raises UsageError for an unknown number."""
+    refuse_without_drafts(vllm_options)
     config = served_drafts(vllm_options)
     tokens = config.get("num_speculative_tokens", 0)
     if not isinstance(tokens, int) or (config and not 1 <= tokens <= MOST_TOKENS):

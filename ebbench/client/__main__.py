@@ -10,9 +10,7 @@ import signal
 import socket
 import sys
 
-import uvloop
-
-from ebbench.client.worker import WorkerSockets, run_worker
+from ebbench.client.worker import WorkerSockets, worker_process
 from ebbench.process.child import end_with_parent
 
 if __name__ == "__main__":
@@ -22,4 +20,4 @@ if __name__ == "__main__":
             number, signal.SIG_IGN
         )  # a terminal signals the whole process group; the parent decides what the workers do
     control, wake_up, *others = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
-    uvloop.run(run_worker(WorkerSockets(control, wake_up, tuple(others)), os.environ))
+    worker_process(WorkerSockets(control, wake_up, tuple(others)), os.environ)

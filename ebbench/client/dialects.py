@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -98,6 +99,16 @@ class CountFields(NamedTuple):
     beside: tuple[str, ...] = ()
     otherwise: tuple[str, ...] = ()
 
+    @property
+    def completions(self) -> tuple[str, ...]:
+        """The fields that may have the output tokens: gateways pass on those of another API."""
+        return (self.completion, "completion_tokens", "output_tokens") if self.completion else ("",)
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The fields that may have the prompt's tokens."""
+        return (self.prompt, *self.otherwise, "prompt_tokens", "input_tokens")
+
 
 OPENAI = CountFields()
 
@@ -112,15 +123,19 @@ def token_counts(usage: Any, fields: CountFields = OPENAI) -> TokenCounts:
     if not isinstance(usage, Mapping):
         return TokenCounts(odd={"usage": shown(usage)})
     odd: dict[str, str] = {}
-    completion = _count(usage, fields.completion, odd)
-    named = next((name for name in (fields.prompt, *fields.otherwise) if usage.get(name) is not None), fields.prompt)
-    prompt = _count(usage, named, odd, at_least=0 if fields.beside else 1)
+    completion = _count(usage, _named(usage, fields.completions), odd)
+    prompt = _count(usage, _named(usage, fields.prompts), odd, at_least=0 if fields.beside else 1)
     if fields.beside and prompt is not None:
         parts = [_count(usage, name, odd) for name in fields.beside]
         prompt = None if odd.keys() & fields.beside else whole_number(prompt + sum(filter(None, parts)), at_least=1)
     cached = _count(usage, fields.cached, odd, whole=prompt)
     reasoning = _count(usage, fields.reasoning, odd, whole=completion)
     return TokenCounts(completion, prompt, cached, reasoning, odd)
+
+
+def _named(usage: Mapping[str, Any], names: Sequence[str]) -> str:
+    """The first of the names of a field under which there is a value, else the first one."""
+    return next((name for name in names if usage.get(name) is not None), names[0])
 
 
 def _details(usage: Mapping[str, Any], name: str, odd: dict[str, str]) -> Mapping[str, Any]:
@@ -249,6 +264,8 @@ Reader = Callable[[Mapping[str, Any]], Completion | Chat | None]
 EVENTS = frozenset({"text/event-stream"})
 LINES = EVENTS | {"application/x-ndjson", "application/ndjson", "application/jsonl", "application/json"}
 DOCUMENT = frozenset({"application/json"})
+_UNTOLD = frozenset({"", "text/plain", "application/octet-stream"})
+_EVENT_NAME = re.compile(rb"[\w.]+")
 
 
 class Translated(Chat):
@@ -268,7 +285,8 @@ class Dialect:
     ``prompt``: the field of the prompt, and what it holds (``holds``). ``limit``, ``temperature``, ``ignore_eos``: the
     fields of these settings, with a dot for a field of a field; None where the API has none. ``fixed``: what every body
     holds. ``named``: whether the body names the model. ``reader``: makes the reader of one response. ``counts``: where
-    ``usage`` has which number. ``content_types``: those of an answer. ``whole``: an answer is one document without
+    ``usage`` has which number. ``content_types``: those of an answer. ``named_events``: a message may have its type in
+    the line of its event alone. ``whole``: an answer is one document without
     output tokens, not a stream. ``ends_with_body``: the end of the stream is the only sign that an answer is complete.
     ``typed``: decodes usual messages at once; without it they are decoded as objects and given to the reader.
     ``priority``: whether a request may have one.
@@ -284,6 +302,7 @@ class Dialect:
     named: bool = True
     counts: CountFields = CountFields()  # noqa: RUF009 - a constant
     content_types: frozenset[str] = EVENTS
+    named_events: bool = False
     whole: bool = False
     ends_with_body: bool = False
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -300,11 +319,25 @@ class Dialect:
         return self.typed or (lambda data: reader(_OBJECT.decode(data)))
 
     def takes(self, content_type: str) -> bool:
-        """Whether a content type is that of an answer, whatever its case and parameters."""
-        return content_type.partition(";")[0].strip().lower() in self.content_types
+        """Whether a content type is that of an answer, whatever its case and parameters, or says nothing."""
+        return _media_type(content_type) in self.content_types or self.says_nothing(content_type)
+
+    def says_nothing(self, content_type: str) -> bool:
+        """Whether a content type leaves open if a stream follows: OpenAI's clients read the events all the same."""
+        return not self.whole and _media_type(content_type) in _UNTOLD
+
+    def typed_message(self, data: bytes, event: bytes) -> bytes:
+        """A message with the type that the line of its event names; one of its own, which follows, takes its place."""
+        if not (self.named_events and _EVENT_NAME.fullmatch(event) and data.startswith(b'{"')):
+            return data
+        return b'{"type":"%b",%b' % (event, data[1:])
 
 
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
+
+
+def _media_type(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
 
 
 def _inner(value: Any) -> Mapping[str, Any]:
@@ -367,7 +400,10 @@ def _messages(event: Mapping[str, Any]) -> Translated | None:
         return _answer_part(block.get("text"), block.get("thinking")) if written else None
     if kind == "message_start":
         message = _inner(event.get("message"))
-        return Translated([], text_or_none(message.get("model")), message.get("usage"))
+        usage = message.get("usage")
+        if isinstance(usage, Mapping):  # its output tokens are those of the start
+            usage = {name: value for name, value in usage.items() if name != "output_tokens"}
+        return Translated([], text_or_none(message.get("model")), usage)
     if kind == "message_delta":
         reason = text_or_none(_inner(event.get("delta")).get("stop_reason"))
         return Translated([], usage=event.get("usage"), finish_reason=reason)
@@ -456,7 +492,7 @@ def _documents(document: Mapping[str, Any]) -> Translated | None:
     """The answer of embeddings or rerank: a list of vectors or scores."""
     results = next((document[name] for name in ("data", "results", "embeddings") if document.get(name)), None)
     usage = document.get("usage") or _inner(document.get("meta")).get("tokens")
-    complete = isinstance(results, list)
+    complete = isinstance(results, list) and not any(map(_is_empty, results))
     return Translated(
         [],
         text_or_none(document.get("model")),
@@ -467,6 +503,13 @@ def _documents(document: Mapping[str, Any]) -> Translated | None:
     )
 
 
+def _is_empty(result: Any) -> bool:
+    """Whether a result has neither a vector nor a score, although it has a field for one."""
+    values = [result[name] for name in _RESULTS if name in result] if isinstance(result, Mapping) else [result]
+    return bool(values) and all(value is None or value in ([], "") for value in values)
+
+
+_RESULTS = ("embedding", "relevance_score", "score")
 _STREAM: dict[str, Any] = {"stream": True}
 _USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 _OF_INPUT = CountFields("output_tokens", "input_tokens", "input_tokens_details.cached_tokens",
@@ -481,14 +524,15 @@ DIALECTS: Mapping[Endpoint, Dialect] = {
         fixed=_USAGE, typed=decoder(chat=True),
     ),
     "responses": Dialect(
-        "input", "messages", lambda: _responses, "max_output_tokens", fixed=_STREAM | {"store": False}, counts=_OF_INPUT
+        "input", "messages", lambda: _responses, "max_output_tokens", fixed=_STREAM | {"store": False},
+        counts=_OF_INPUT, named_events=True,
     ),
     "messages": Dialect(
         "messages", "messages", lambda: _messages,
         counts=CountFields("output_tokens", "input_tokens", "cache_read_input_tokens",
                            "output_tokens_details.thinking_tokens",
                            beside=("cache_read_input_tokens", "cache_creation_input_tokens")),
-        headers={"anthropic-version": "2023-06-01"}, priority=False,
+        headers={"anthropic-version": "2023-06-01"}, named_events=True, priority=False,
     ),
     "embeddings": Dialect(
         "input", "ids", lambda: _documents, None, None, None, {}, counts=_OF_TOTAL, content_types=DOCUMENT, whole=True

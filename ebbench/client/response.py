@@ -21,6 +21,7 @@ from ebbench.client.dialects import (
     TokenCounts,
     Translated,
     draft_counts,
+    shown,
     token_counts,
     whole_number,
 )
@@ -55,6 +56,7 @@ class StreamedResponse:
 
     __slots__ = (
         "_chat",
+        "_content_type",
         "_counts",
         "_decode",
         "_dialect",
@@ -97,7 +99,7 @@ class StreamedResponse:
         self._chat = dialect is not DIALECTS["completions"]
         self._decode = dialect.decoder(self._read)
         self._splitter: SseSplitter | None = None
-        self._stray = b""
+        self._stray, self._content_type = b"", ""
         self._texts: list[str] | None = [] if keep_text else None
         self._thoughts: list[str] = []
         self.estimated = False
@@ -148,10 +150,12 @@ class StreamedResponse:
     @property
     def odd_count(self) -> str | None:
         """What the server reported where the number of output tokens should be, if it is no number of tokens."""
-        return self.counts().odd.get(self._dialect.counts.completion)
+        odd = self.counts().odd
+        return next((odd[name] for name in self._dialect.counts.completions if name in odd), None)
 
     def takes(self, content_type: str) -> bool:
         """Whether a content type is that of an answer."""
+        self._content_type = content_type
         return self._dialect.takes(content_type)
 
     def estimate(self, count: Callable[[Sequence[str]], Iterable[int]]) -> None:
@@ -213,6 +217,8 @@ class StreamedResponse:
         if self._splitter is not None:
             for event in self._splitter.flush():
                 self._event(event, self.last_ns)
+        if self.stray and not self.times_ns and self._dialect.says_nothing(self._content_type):
+            self._no_stream()
         if self._dialect.ends_with_body and self.times_ns and self.finish_reason is None:
             self.finish_reason = "end of the stream"
 
@@ -228,7 +234,7 @@ class StreamedResponse:
         elif kind == ERROR:
             self.fail("error_frame", stream_messages.reason_in(stream_messages.parse_document(data) or _text(data)))
         elif not stream_messages.is_keep_alive(data, kind):
-            self._message(data, now_ns)
+            self._message(self._dialect.typed_message(data, kind), now_ns)
 
     def _message(self, data: bytes, now_ns: int) -> None:
         try:
@@ -358,6 +364,13 @@ class StreamedResponse:
     def _keep_stray(self, data: bytes) -> None:
         if len(self._stray) < _STRAY_LIMIT:
             self._stray = b"\n".join(filter(None, (self._stray, data)))[:_STRAY_LIMIT]
+        elif not self.times_ns:
+            self._no_stream()
+            self._answered()
+
+    def _no_stream(self) -> None:
+        told = f"(Content-Type: {self._content_type}) " if self._content_type else ""
+        self.fail("not_a_stream", told + self.stray)
 
 
 _NO_DELTA = Delta()
@@ -508,7 +521,8 @@ def _failure(streamed: StreamedResponse, count: int | None, planned_tokens: int,
     if count is None:
         if odd := streamed.odd_count:
             return "bad_usage", f"the server reported {odd} output tokens, which is no possible number of tokens"
-        return "no_usage", "the server reported no usage: the number of tokens is unknown"
+        usage = f"a usage without the number of output tokens, {shown(streamed.usage)[:200]}"
+        return "no_usage", f"the server reported {usage if streamed.usage else 'no usage'}: that number is unknown"
     if count == 0 or not streamed.times_ns:
         return "empty_output", f"{count} tokens in {len(streamed.times_ns)} messages"
     if streamed.estimated:

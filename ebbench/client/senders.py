@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import uvloop
 
 from ebbench.client.messages import (
     Assignment,
@@ -35,7 +34,7 @@ from ebbench.client.messages import (
 )
 from ebbench.client.release_schedule import ReleaseSchedule, SharedMemory, memory_folder
 from ebbench.client.session_plan import PlanPart, SessionPlan
-from ebbench.client.worker import WorkerSockets, run_worker
+from ebbench.client.worker import WorkerSockets, run_worker, worker_process
 from ebbench.errors import UsageError
 from ebbench.network.connections import CA_VARIABLES
 from ebbench.network.credentials import KEY_VARIABLES
@@ -130,17 +129,13 @@ async def _started(sockets: WorkerSockets, environ: Mapping[str, str]) -> Child 
 
     def fork() -> None:  # outside of every task, which asyncio would take to run in the child as well
         try:
-            work = partial(_work, sockets, {**others, **keys})
+            work = partial(worker_process, sockets, {**others, **keys})
             started.set_result(ForkedChild(work, descriptors))
         except OSError as error:
             started.set_exception(error)
 
     loop.call_soon(fork)
     return await started
-
-
-def _work(sockets: WorkerSockets, environ: Mapping[str, str]) -> None:
-    uvloop.run(run_worker(sockets, environ))
 
 
 async def _end(pool: LocalSenders) -> None:

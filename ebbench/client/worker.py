@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
+import uvloop
 
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.dialects import DIALECTS
@@ -36,7 +37,7 @@ from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import BODY_LIMIT, LONGEST_MODEL, StreamedResponse, classify, response_to
 from ebbench.client.session_plan import BodiesAhead, SessionPlan
 from ebbench.network.credentials import redacted
-from ebbench.process.alarm import Alarm
+from ebbench.process.alarm import Alarm, take_short_slices
 from ebbench.process.interpreter import no_full_collections
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
 from ebbench.spec.client import secrets
@@ -134,6 +135,12 @@ class OpenSession:
 
 
 # Main function of a worker process: reads its assignment, prepares, sends its share of the requests, reports.
+
+
+def worker_process(sockets: WorkerSockets, environ: Mapping[str, str]) -> None:
+    """Everything that a process of its own does for a plan."""
+    take_short_slices()
+    uvloop.run(run_worker(sockets, environ))
 
 
 async def run_worker(sockets: WorkerSockets, environ: Mapping[str, str]) -> None:

@@ -453,24 +453,15 @@ class KvGroup:
         """Whether it keeps states where they stood at the end of blocks, as prefix caching needs them."""
         return self.per_sequence > self.drafts + 1
 
-    def held(self, tokens: Ints, processed: Ints, before: Ints, ends: Ints) -> Ints:
+    def held(self, tokens: Ints, processed: Ints) -> Ints:
         """See :meth:`KvLayout.held`."""
-        if self.by_block:
-            return self._states(processed, before, ends)
         if self.per_sequence:
-            return np.full(len(tokens), self.tables * self.per_sequence, np.int64)
+            return np.full(len(tokens), self.tables * (1 + self.drafts), np.int64)
         blocks = -(-tokens // self.block_tokens)
         if self.window:
             blocks = blocks - np.maximum(processed - self.window + 1, 0) // self.block_tokens
         if self.chunk:
             blocks = blocks - processed // self.chunk * self.chunk // self.block_tokens
-        return np.asarray(self.tables * blocks, np.int64)
-
-    def _states(self, processed: Ints, before: Ints, ends: Ints) -> Ints:
-        """The state after the tokens computed for good, those of the last step and of this one: each in the block in
-        which its tokens end, and in one block together where they end in the same."""
-        good, last, this = (-(-counts // self.block_tokens) for counts in (processed, before, ends))
-        blocks = self.drafts + 1 + ((last > 0) & (last < this)) + ((good > 0) & (good < np.where(last, last, this)))
         return np.asarray(self.tables * blocks, np.int64)
 
     def first(self, tokens: int, in_flight: int) -> int:
@@ -509,14 +500,17 @@ class KvLayout:
         """Tokens per block at whose ends states are kept, and chunks of prompts end; 0 without such states."""
         return next((group.block_tokens for group in self.groups if group.by_block), 0)
 
-    def held(self, tokens: Ints, processed: Ints, before: Ints | None = None, ends: Ints | None = None) -> Ints:
-        """Blocks of the pool of sequences with room for ``tokens``, of which ``processed`` are computed for good.
+    @property
+    def states_alone(self) -> bool:
+        """Whether every layer keeps all tokens, or states at the ends of blocks, which are all as long."""
+        alike = len({group.block_tokens for group in self.groups}) == 1
+        kinds = {group.by_block for group in self.groups}
+        return alike and len(kinds) == 2 and not any(group.window or group.chunk for group in self.groups)
 
-        ``before``: the tokens up to which their last step computes, 0 without one, and ``ends``: their next. None: as
-        many as are computed, and as there is room for.
-        """
-        before, ends = processed if before is None else before, tokens if ends is None else ends
-        blocks: Ints = np.add.reduce([group.held(tokens, processed, before, ends) for group in self.groups])
+    def held(self, tokens: Ints, processed: Ints) -> Ints:
+        """Blocks of the pool of sequences with room for ``tokens``, of which ``processed`` are computed for good; of
+        states without those that have moved on."""
+        blocks: Ints = np.add.reduce([group.held(tokens, processed) for group in self.groups])
         return blocks
 
     def first(self, tokens: int) -> int:

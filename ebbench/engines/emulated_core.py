@@ -241,9 +241,10 @@ class DraftReader(StepReader):
 
 
 def _specs_of(layout: KvLayout, max_model_len: int) -> Iterator[KVCacheSpec]:
-    """One layer per block table, whose blocks have the same bytes."""
+    """One layer per block table, whose blocks have the same bytes. Layers of states come first, as a drafter's, which
+    keep all tokens, come last."""
     largest = max(group.block_tokens for group in layout.groups)
-    for group in layout.groups:
+    for group in sorted(layout.groups, key=lambda group: not group.per_sequence):
         if group.per_sequence:
             state = MambaSpec(
                 block_size=group.block_tokens if group.by_block else max_model_len,
@@ -474,7 +475,7 @@ def build_core(
         ).create_engine_config()
         if options.drafts is not None and options.drafts.rules.own_kv:
             # A drafter with a KV cache of its own would need a checkpoint; the scheduler reads only the method.
-            vllm_config.speculative_config.method = "eagle"
+            vllm_config.speculative_config.method = "mtp" if options.drafts.method == "mtp" else "eagle"
         # vLLM's CPU platform switches asynchronous scheduling off; the emulated device supports it.
         vllm_config.scheduler_config.async_scheduling = options.async_scheduling
         if layout is not None:  # nor does its hybrid KV cache manager need a GPU

@@ -43,6 +43,7 @@ from ebbench.simulation.kv import (
     IdentityNeeded,
     KvBlocks,
     LaidOutKv,
+    StatesKv,
     StreamKv,
     streams_take_turns,
 )
@@ -399,12 +400,19 @@ class _Simulation:
     def _kv(self, device: Device, options: EngineOptions) -> tuple[int, MakeKv]:
         """The number of KV blocks of a unit and how they are given out.
 
-        Where layers keep a window or a state, blocks are those of vLLM's pool. What requests share is found by blocks
-        that hold all layers of their tokens; then the pool counts as many of them as it holds at the mean length.
+        Where layers keep a window or a state, blocks are those of vLLM's pool. What requests share where layers keep a
+        window is found by blocks that hold all layers of their tokens; then the pool counts as many of them as it holds
+        at the mean length.
         """
-        blocks, layout = num_kv_blocks(device, options), device.kv_layout
+        blocks, layout, drafts = num_kv_blocks(device, options), device.kv_layout, options.drafts
         if layout is None:
             return blocks, self._make_kv
+        if layout.states_alone:
+            drafter = {
+                "recomputes": drafts is not None and drafts.rules.own_kv,
+                "marked": drafts is not None and drafts.rules.own_kv and drafts.method != "mtp",
+            }
+            return blocks, lambda state, total: StatesKv(state, total, layout, options.block_size, **drafter)
         if not options.enable_prefix_caching or _nothing_shared(self._whole):
             size, caching = options.block_size, options.enable_prefix_caching
             return blocks, lambda state, total: LaidOutKv(state, total, layout, size, caching=caching)

@@ -15,7 +15,7 @@ from ebbench.devices.base import Parallel
 from ebbench.devices.model_config import max_positions, read_model_file
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.installation import installed_version
-from ebbench.spec.server import EngineOptions, served_drafts
+from ebbench.spec.server import EngineOptions, refuse_without_drafts, served_drafts
 from vllm_eb import config as plugin
 from vllm_eb.calibration import Calibration
 from vllm_eb.compat import DRAFTERS, drafts_supported
@@ -229,6 +229,7 @@ def serve_arguments(serving: Serving) -> list[str]:
 
     Raises UsageError if the policy needs a calibration and has none, and for drafts that cannot be made under it.
     """
+    refuse_without_drafts(serving.extra)
     arguments = [serving.model, "--host", serving.host, "--port", str(serving.port)]
     config: dict[str, object] = {}
     # v1 is vLLM unchanged, unless its steps are to be recorded.

@@ -114,7 +114,8 @@ def explain(output: str) -> str:
 
 def error_reason(error: BaseException) -> str:
     """An exception of vLLM in this process, as :func:`explain` would say it of a server's output."""
-    return explain("".join(["Traceback (most recent call last):\n", *traceback.format_exception_only(error)]))
+    said = traceback.format_exception(error, chain=False)
+    return explain("".join(said if error.__traceback__ else ["Traceback (most recent call last):\n", *said]))
 
 
 def _level_and_text(line: str) -> tuple[str, str]:
@@ -132,12 +133,16 @@ def _exceptions(lines: list[str]) -> Iterator[str]:
             inside = True
         elif inside and text and not text[0].isspace() and (matched := _EXCEPTION.match(text)):
             inside = False
-            yield _exception_reason(matched, lines[place + 1 : place + 3])
+            yield _exception_reason(matched, lines[place + 1 : place + 3], lines[:place])
 
 
-def _exception_reason(matched: re.Match[str], below: list[str]) -> str:
-    """An exception's name and reason. Pydantic writes the reason below the count of errors."""
+def _exception_reason(matched: re.Match[str], below: list[str], above: list[str]) -> str:
+    """An exception's name and reason: of one without words the line of code that raised it. Pydantic writes the reason
+    below the count of errors."""
     reason = (matched["said"] or "").strip()
+    if not reason:  # Python marks the part of the line below it
+        reason = next((line.strip() for line in reversed(above) if line.strip(" ^~")), "")
+        reason = "" if reason.startswith(("File ", "Traceback")) else reason
     if _PYDANTIC.match(reason):
         reason = next((_INPUT.sub("", line.strip()) for line in below if line.startswith("  ")), reason)
         return reason.removeprefix("Value error, ")

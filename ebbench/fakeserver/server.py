@@ -32,7 +32,7 @@ from ebbench.fakeserver.scheduled_response import (
     error_body,
     response,
 )
-from ebbench.process.alarm import Alarm
+from ebbench.process.alarm import Alarm, take_short_slices
 from ebbench.process.child import allow_open_files
 
 # HTTP/1.1 on one connection: httptools parses requests, the router responds.
@@ -421,4 +421,5 @@ async def serve(config: FakeConfig, on_ready: Callable[[int], None]) -> Ledger:
 def run(config: FakeConfig, on_ready: Callable[[int], None]) -> Ledger:
     """Run :func:`serve` on its own uvloop."""
     allow_open_files(_CONNECTIONS)
+    take_short_slices()
     return uvloop.run(serve(config, on_ready))

@@ -65,7 +65,8 @@ class DraftCounts:
 class Drafting:
     """Settings of speculative decoding as the scheduler needs them. ``accepted``: see :func:`accepted_drafts`.
 
-    ``counts``: of the drafts that all schedulers with these settings have verified.
+    ``counts``: of the drafts that all schedulers with these settings have verified. ``seldom``: a server finds drafts
+    for some decodes only; here all have them.
     """
 
     tokens: int
@@ -74,6 +75,7 @@ class Drafting:
     accepted: npt.NDArray[np.int8]
     max_model_len: int
     counts: DraftCounts
+    seldom: bool
 
     @staticmethod
     def of(speculative: Speculative, state: RequestState, seed: int, max_model_len: int) -> Drafting:
@@ -85,6 +87,7 @@ class Drafting:
             accepted_drafts(speculative, state, seed),
             max_model_len,
             DraftCounts(speculative.tokens),
+            seldom=not speculative.rules.own_kv,
         )
 
 
@@ -107,7 +110,6 @@ class DraftingScheduler(Scheduler):
         self._known: Ints = state.prompt.copy()
         self._generated: Ints = np.zeros(state.count, np.int64)
         self._burst: Ints = np.zeros(state.count, np.int64)  # tokens of the last step, without asynchronous scheduling
-        self._ends: Ints = np.zeros(state.count, np.int64)  # most tokens that a step was to compute, those rejected too
         self.recomputes_block = drafting.recomputes_block
 
     @property
@@ -122,12 +124,9 @@ class DraftingScheduler(Scheduler):
         return bool((self._continues(rows) & ~self.state.partial[rows]).any())
 
     def hits(self, row: int, known_tokens: int) -> list[int]:
-        """See Scheduler. The drafter needs hidden states of the last block of a cached prefix; where that begins no
-        state was kept but by chance."""
-        if self.recomputes_block and self.state_block_tokens:
-            return []
+        """See Scheduler. The drafter needs hidden states of the last block of a cached prefix."""
         cached = list(self.kv.lookup(row, known_tokens))
-        return cached[:-1] if self.recomputes_block else cached
+        return cached[:-1] if self.recomputes_block and self.states is None else cached
 
     def padding(self, running: Ints) -> int:
         """See Scheduler: as many tokens as a decode with drafts has, unless a prompt is being computed."""
@@ -175,24 +174,25 @@ class DraftingScheduler(Scheduler):
                 self.kv.publish(row, min(int(state.computed[row]) + count, int(self._known[row])))
         return candidates, tokens, budget - int(np.add.reduce(tokens))
 
+    def _slots(self, tokens: Ints) -> Ints:
+        """See Scheduler."""
+        return np.minimum(tokens + self.lookahead_tokens, self.longest_tokens)
+
     def _blocks_needed(self, rows: Ints, tokens: Ints) -> Ints:
-        """See Scheduler. Where layers keep a state, no blocks that rejected drafts needed are given back."""
-        computed, before = self.state.computed.take(rows), self._ends.take(rows)
-        ends = np.maximum(computed + tokens, before)
-        slots = np.minimum(ends + self.lookahead_tokens, self.longest_tokens)
+        """See Scheduler. Blocks that rejected drafts needed are not given back."""
+        computed = self.state.computed.take(rows)
+        slots = self._slots(computed + tokens)
         if self.layout is None:
-            need: Ints = -(-slots // self.limits.block_size) - self.state.held_blocks.take(rows)
-            np.maximum(need, 0, out=need)
+            held: Ints = -(-slots // self.limits.block_size)
         else:
-            held = self.layout.held(slots, self._processed(rows, computed), before, ends)
-            need = held - self.state.held_blocks.take(rows)
+            held = self.layout.held(slots, self._processed(rows, computed))
+        need: Ints = np.maximum(held - self.state.held_blocks.take(rows), 0)
         need[tokens == 0] = 0
         return need
 
     def _preempt(self, step: Step, row: int, scheduled_tokens: int = 0) -> None:
         super()._preempt(step, row, scheduled_tokens)
         self._known[row], self._burst[row] = self.state.target[row], 0
-        self._ends[row] = 0
 
     def advance(self, step: Step) -> StepShape:
         """See Scheduler. Drafts of decodes are further tokens of the step; the context of a sequence ends with them."""
@@ -202,7 +202,6 @@ class DraftingScheduler(Scheduler):
         before, partial = state.computed.take(rows), state.partial.take(rows)
         after = before + step.tokens
         state.computed[rows] = after
-        self._ends[rows] = np.maximum(self._ends.take(rows), after)
         drafts = np.maximum(after - self._known.take(rows), 0)
         complete = after >= self._known.take(rows)
         decodes, prompts = ~partial, partial.nonzero()[0]
@@ -248,10 +247,13 @@ class DraftingScheduler(Scheduler):
         rows = step.sampled[still_open]
         drafts, accepted, yields = (counts[still_open] for counts in step.verified)
         drafting.counts.count(drafts, accepted)
-        if self.on_verified is not None and len(drafts):
+        every = drafting.seldom and self.draft_lengths() is None  # the plugin counts decodes without a draft, too
+        if self.on_verified is not None and (np.count_nonzero(drafts) or (every and step.decode_seqs)):
             positions = np.arange(drafting.tokens)
-            counted = ((counts[drafts > 0][:, None] > positions).sum(axis=0) for counts in (drafts, accepted))
-            self.on_verified(*(counts.tolist() for counts in counted))
+            drafted, fits = ((counts[drafts > 0][:, None] > positions).sum(axis=0) for counts in (drafts, accepted))
+            if every:
+                drafted[:] = step.decode_seqs - step.drafts_gone
+            self.on_verified(drafted.tolist(), fits.tolist())
         firsts = state.next_slot.take(rows)
         state.token_ns[token_slots(firsts, yields)] = step.end_ns
         if self.front_end is not None:

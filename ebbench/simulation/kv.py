@@ -1,23 +1,26 @@
-"""KV block accounting with vLLM's rules, in three implementations.
+"""KV block accounting with vLLM's rules.
 
 ``CountingKv`` only counts free blocks; it is exact if no cached block can be hit. ``CachingKv`` tracks each block:
-content, references and position in the eviction queue. ``StreamKv`` tracks how many blocks of each request
-or session are cached.
+content, references and position in the eviction queue; ``StatesKv`` does so where layers keep a state. ``StreamKv``
+tracks how many blocks of each request or session are cached.
 
-All three allocate blocks to requests (``KvBlocks``). The two that count also take blocks without an owner, which makes
-long decodes fast to simulate.
+All allocate blocks to requests (``KvBlocks``). Those that count also take blocks without an owner, which makes long
+decodes fast to simulate.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
+
+import numpy as np
+import numpy.typing as npt
 
 from ebbench.devices.geometry import KvLayout
 from ebbench.records.plan import Plan
-from ebbench.simulation.state import RequestState
+from ebbench.simulation.state import Ints, RequestState
 
 
 class IdentityNeeded(Exception):  # noqa: N818 - control flow, not an error
@@ -89,7 +92,7 @@ class LaidOutKv(CountingKv):
     def __init__(self, state: RequestState, total: int, layout: KvLayout, block_size: int, *, caching: bool) -> None:
         super().__init__(state, total, caching=False)
         self.layout, self._block_size = layout, block_size
-        self._keeps = caching and not any(group.chunk for group in layout.groups)
+        self._keeps = caching and not any(group.chunk or group.per_sequence for group in layout.groups)
         self._kept: dict[int, _Kept] = {}
         self._taken = 0  # blocks from the head of the free queue so far
 
@@ -122,9 +125,7 @@ class LaidOutKv(CountingKv):
     def release(self, row: int, known_tokens: int) -> None:
         """See KvBlocks."""
         held = int(self._held[row])
-        # A state is found again only where it stood at the end of a block; of one that has gone on, nothing is.
-        state_block = self.layout.state_block_tokens
-        if self._keeps and not self._done[row] and not (state_block and known_tokens % state_block):
+        if self._keeps and not self._done[row]:
             self._kept[row] = _Kept(known_tokens, self._taken + self.free, held)
         self.free += held
 
@@ -183,13 +184,17 @@ class CachingKv(KvBlocks):
 
     def adopt(self, row: int, hits: Sequence[int]) -> None:
         """See KvBlocks."""
+        self._touch(hits)
+        self._blocks[row] = list(hits)
+        self._published[row] = len(hits)
+
+    def _touch(self, hits: Sequence[int]) -> None:
+        """Add a reference to each block; those that were free are no longer."""
         for block in hits:
             if not self._references[block]:
                 self._left[block] = self._left.get(block, 0) + 1
                 self.free -= 1
             self._references[block] += 1
-        self._blocks[row] = list(hits)
-        self._published[row] = len(hits)
         if len(self._queue) > 4 * self.total:
             self._queue = deque(self.free_queue())
             self._left.clear()
@@ -209,16 +214,20 @@ class CachingKv(KvBlocks):
         full = tokens // self._block_size
         if full <= first:
             return
-        key_of, by_key = self._key_of, self._by_key
         keys = self._state.block_keys(row, first, full - first, self._block_size)
-        for block, key in zip(self._blocks[row][first:full], keys, strict=True):
+        self._name(self._blocks[row][first:full], keys)
+        self._published[row] = full
+
+    def _name(self, blocks: Iterable[int], keys: Iterable[int]) -> None:
+        """Make blocks available to lookups of ``keys``."""
+        key_of, by_key = self._key_of, self._by_key
+        for block, key in zip(blocks, keys, strict=True):
             key_of[block] = key
             holder = by_key.setdefault(key, block)
             if isinstance(holder, list):
                 holder.append(block)
             elif holder != block:
                 by_key[key] = [holder, block]
-        self._published[row] = full
 
     def release(self, row: int, known_tokens: int) -> None:
         """See KvBlocks."""
@@ -277,6 +286,222 @@ def _passed_over(block: int, left: dict[int, int]) -> bool:
     else:
         left[block] = places - 1
     return True
+
+
+NO_BLOCK = -1  # a place in a table of states whose state is not kept
+
+
+class _Tables:
+    """Block tables of a running request: ``states`` of layers that keep a state, ``full`` of those that keep all.
+
+    ``named``: blocks of ``full`` whose content can be looked up; ``seen``: places of ``states`` that were looked at for
+    that. ``last``: place of the state that the last move left; ``retired``: places before it are empty for good.
+    """
+
+    __slots__ = ("full", "last", "named", "retired", "seen", "states")
+
+    def __init__(self, hit: Sequence[int], states: int, full: int) -> None:
+        """``hit``: blocks of the cached prefix, one of each table of states, then those of every other table."""
+        blocks = (len(hit) - states) // full if hit else 0
+        self.states = [[NO_BLOCK] * (blocks - 1) + [block] for block in hit[:states]] or [[] for _ in range(states)]
+        self.full = [list(hit[states + table * blocks : states + (table + 1) * blocks]) for table in range(full)]
+        self.named = self.seen = blocks
+        self.last, self.retired = blocks - 1, 0
+
+
+class StatesKv(CachingKv):
+    """Tracks the blocks of layers that keep all tokens and of layers that keep a state, and what each holds.
+
+    Rules of vLLM 0.32 (``MambaManager``, mode align): a state lies in the block in which its tokens end, and each
+    drafted token has a block beside it. A state that has moved on gives its block back once the step is computed.
+    Others find it only if a chunk ended there, at the end of a block where a request may resume: the prompt's last,
+    with ``recomputes`` (a drafter that computes the last block of a prefix again) the one before it, and ``junction``,
+    up to which other layers had a prefix without a state. No request resumes from a state that the same step computes.
+
+    ``marked``: vLLM takes the layers of states for a drafter's.
+    """
+
+    def __init__(
+        self, state: RequestState, total: int, layout: KvLayout, block_size: int, *, recomputes: bool, marked: bool
+    ) -> None:
+        super().__init__(state, total, layout.state_block_tokens)
+        self.layout, self._unit, self._recomputes, self._marked = layout, block_size, recomputes, marked
+        self._states = sum(group.tables for group in layout.groups if group.by_block)
+        self._full = sum(group.tables for group in layout.groups) - self._states
+        self._drafts = next(group.drafts for group in layout.groups if group.by_block)
+        self._tables: dict[int, _Tables] = {}
+        self._hit: list[int] = []  # blocks of the prefix that was looked up last
+        self._fresh: set[int | None] = set()  # keys of states that the step being scheduled computes
+        # By row: places in its tables, and whether it holds a state beside the one of its last token.
+        self._places, self._blocks_full = np.zeros(state.count, np.int64), np.zeros(state.count, np.int64)
+        self._moving, self.junction = np.zeros(state.count, np.bool_), np.zeros(state.count, np.int64)
+
+    def step_begins(self) -> None:
+        """Let states of the step before be used."""
+        self._fresh.clear()
+
+    def lookup(self, row: int, known_tokens: int) -> list[int]:
+        """See KvBlocks; the number of blocks counts, in the scheduler's size."""
+        size, dropped = self._block_size, int(self._recomputes)
+        keys = list(self._state.block_keys(row, 0, (known_tokens - 1 + dropped) // size, size))
+        full = max(sum(1 for _ in takewhile(self._holds_full, keys)) - dropped, 0)
+        hit = next((count for count in range(full, 0, -1) if self._holds_state(keys[count - 1])), 0)
+        self.junction[row] = full * size if full > hit else 0
+        of_states = [self._find(keys[hit - 1], table) for table in range(self._states)] if hit else []
+        tables = range(self._states, self._states + self._full)
+        self._hit = of_states + [self._find(key, table) for table in tables for key in keys[:hit]]
+        return [0] * (hit * size // self._unit)
+
+    def _holds_full(self, key: int) -> bool:
+        return all(self._find(key, self._states + table) != NO_BLOCK for table in range(self._full))
+
+    def _holds_state(self, key: int) -> bool:
+        return all(self._find(key, table) != NO_BLOCK for table in range(self._states))
+
+    def _key(self, key: int, table: int) -> int:
+        return key * (self._states + self._full) + table
+
+    def _find(self, key: int, table: int) -> int:
+        block = self._by_key.get(self._key(key, table), NO_BLOCK)
+        return block if isinstance(block, int) else block[0]
+
+    def evictable(self, hits: Sequence[int]) -> int:
+        """Always 0: :meth:`fits` counts them."""
+        return 0
+
+    def fits(self, tokens: int, slots: int) -> bool:
+        """Whether a request with the prefix looked up last can have room for ``tokens``: ``slots`` with its drafts."""
+        hit = _Tables(self._hit, self._states, self._full)
+        if any(self._key_of[block] in self._fresh for block in self._hit[: self._states]):
+            return False
+        new = self._states * min(self._end(tokens) - hit.seen, 1 + self._drafts)
+        new += self._full * (-(-slots // self._block_size) - hit.seen)
+        return new + super().evictable(self._hit) <= self.free
+
+    def _end(self, tokens: int) -> int:
+        """Places in a table of states with a state after so many tokens."""
+        return -(-tokens // self._block_size) + self._drafts
+
+    def admit(self, row: int, tokens: int, slots: int, known_tokens: int) -> None:
+        """Give a request the prefix looked up last, and room for its first chunk; see :meth:`grow`."""
+        self._touch(self._hit)
+        self._tables[row] = tables = _Tables(self._hit, self._states, self._full)
+        for table in tables.states:
+            self._move(table, self._end(tokens), begun=False)
+        self._extend(row, tables, slots, known_tokens)
+
+    def grow(self, row: int, tokens: int, slots: int, known_tokens: int) -> None:
+        """Give a request room for ``tokens``, ``slots`` with drafts of the step after; the caller has checked that it
+        is free. Of its tokens ``known_tokens`` are known and computed with this step."""
+        tables, end = self._tables[row], self._end(tokens)
+        if end > len(tables.states[0]):
+            tables.last = len(tables.states[0]) - 1 - self._drafts
+        for table in tables.states:
+            self._move(table, end, begun=True)
+        self._extend(row, tables, slots, known_tokens)
+
+    def _move(self, table: list[int], end: int, *, begun: bool) -> None:
+        """Lengthen a table of states to ``end`` places. The blocks of drafts move along."""
+        before, skipped = len(table), end - self._drafts - 1
+        if end <= before:
+            return
+        table.extend([NO_BLOCK] * (skipped - before))
+        for place in range(before - self._drafts, min(before, skipped)) if begun else ():
+            table.append(table[place])
+            table[place] = NO_BLOCK
+        table.extend(self._take(end - len(table)))
+
+    def _extend(self, row: int, tables: _Tables, slots: int, known_tokens: int) -> None:
+        for table in tables.full:
+            table.extend(self._take(max(-(-slots // self._block_size) - len(table), 0)))
+        self._name_full(row, tables, known_tokens)
+        self._name_states(row, tables, known_tokens)
+        self._note(row, tables)
+
+    def _note(self, row: int, tables: _Tables) -> None:
+        held = len(tables.states[0]) - tables.states[0].count(NO_BLOCK)
+        self._places[row], self._blocks_full[row] = len(tables.states[0]), len(tables.full[0])
+        self._moving[row] = held > 1 + self._drafts
+        self._state.held_blocks[row] = self._states * held + self._full * len(tables.full[0])
+
+    def _name_full(self, row: int, tables: _Tables, tokens: int) -> None:
+        first, count = tables.named, tokens // self._block_size - tables.named
+        if count > 0:
+            keys = list(self._state.block_keys(row, first, count, self._block_size))
+            for number, table in enumerate(tables.full, self._states):
+                self._name(table[first : first + count], [self._key(key, number) for key in keys])
+            tables.named += count
+
+    def _name_states(self, row: int, tables: _Tables, tokens: int) -> None:
+        size, prompt = self._block_size, int(self._state.prompt[row])
+        whole, dropped = tokens // size, int(self._recomputes)
+        ends = {
+            (prompt - 1) // size - dropped,
+            prompt // size - dropped if dropped else 0,
+            int(self.junction[row]) // size,
+        }
+        for end in ends:
+            if tables.seen < end <= whole:
+                self._name_state(row, tables, end)
+        tables.seen = max(tables.seen, whole)
+        resumed = (prompt - 1 + dropped) // size - dropped  # vLLM looks at it again while it is held
+        if whole == resumed > 0 and not (self._marked and tokens % size):
+            self._name_state(row, tables, resumed)
+
+    def _name_state(self, row: int, tables: _Tables, end: int) -> None:
+        """Let the state at the end of block ``end``, if it is held, be found by steps to come."""
+        (key,) = self._state.block_keys(row, end - 1, 1, self._block_size)
+        for number, table in enumerate(tables.states):
+            block = table[end - 1] if end <= len(table) else NO_BLOCK
+            if block != NO_BLOCK:
+                if self._key_of[block] is None:
+                    self._name([block], [self._key(key, number)])
+                self._fresh.add(self._key_of[block])
+
+    def changes(self, rows: Ints, tokens: Ints, slots: Ints) -> npt.NDArray[np.bool_]:
+        """Which rows need or give back blocks when they have room for ``tokens`` and ``slots``."""
+        size = self._block_size
+        longer = (-(-tokens // size) + self._drafts > self._places[rows]) | (
+            -(-slots // size) > self._blocks_full[rows]
+        )
+        return longer | self._moving[rows]
+
+    def needed(self, row: int, tokens: int, slots: int, processed: int) -> int:
+        """Blocks that a row lacks for ``tokens`` and ``slots``, once it has given back what it no longer needs:
+        ``processed`` tokens are computed for good."""
+        tables = self._tables[row]
+        self._retire(tables, processed)
+        self._note(row, tables)
+        new = self._states * min(max(self._end(tokens) - len(tables.states[0]), 0), 1)
+        return new + self._full * max(-(-slots // self._block_size) - len(tables.full[0]), 0)
+
+    def _retire(self, tables: _Tables, processed: int) -> None:
+        upto = min(max(processed - 1, 0) // self._block_size, len(tables.states[0]))
+        left = tables.last if 0 <= tables.last < -(-processed // self._block_size) - 1 else None
+        for table in tables.states:
+            for places in (range(upto - 1, tables.retired - 1, -1), () if left is None else (left,)):
+                self._give_back([table[place] for place in places if table[place] != NO_BLOCK])
+                for place in places:
+                    table[place] = NO_BLOCK
+        tables.retired = max(tables.retired, upto)
+
+    def _give_back(self, blocks: Sequence[int]) -> None:
+        """Drop references; of the blocks that are then free, those that hold content are taken last, in this order."""
+        free, key_of = self._dropped(blocks), self._key_of
+        self._queue.extendleft([block for block in reversed(free) if key_of[block] is None])
+        self._queue.extend([block for block in free if key_of[block] is not None])
+
+    def publish(self, row: int, tokens: int) -> None:
+        """Do nothing: done where blocks are given."""
+
+    def release(self, row: int, known_tokens: int) -> None:
+        """See KvBlocks."""
+        tables = self._tables.pop(row, None)
+        if tables is None:
+            return
+        self._name_full(row, tables, known_tokens)
+        for table in (*tables.states, *tables.full):
+            self._give_back([block for block in reversed(table) if block != NO_BLOCK])
 
 
 # KV blocks of plans in which no two simultaneously open requests share content.

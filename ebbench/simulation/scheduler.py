@@ -18,7 +18,7 @@ import numpy as np
 
 from ebbench.devices.base import StepShape
 from ebbench.simulation.front_end import FrontEnd
-from ebbench.simulation.kv import CountingKv, KvBlocks, LaidOutKv
+from ebbench.simulation.kv import CountingKv, KvBlocks, LaidOutKv, StatesKv
 from ebbench.simulation.state import UNSET, Ints, RequestState
 from ebbench.simulation.step import NO_ROWS, Step
 from ebbench.spec.server import EngineOptions
@@ -93,10 +93,17 @@ def admit_waiting(
                 chunk = 1  # what extends it would not be whole
         after = cached + chunk
         slots = min(after + lookahead, longest) if lookahead else after
-        if not _fits(scheduler, max(known, slots) if whole else slots, hits, pinned):
+        if scheduler.states is not None:
+            if not (scheduler.states.fits(after, slots) and (not whole or scheduler.states.fits(known, known))):
+                break
+        elif not _fits(scheduler, max(known, slots) if whole else slots, hits, pinned):
             break
         waiting.popleft()
-        _allocate(scheduler, row, hits, cached, after, slots)
+        if scheduler.states is not None:
+            scheduler.states.admit(row, after, slots, min(after, known))
+        else:
+            _allocate(scheduler, row, hits, cached, slots)
+        state.computed[row] = cached
         _note_admission(scheduler, row, cached, now_ns)
         if scheduler.counted is None:
             kv.publish(row, min(after, known))
@@ -123,15 +130,14 @@ def _fits(scheduler: Scheduler, tokens: int, hits: Sequence[int], pinned: int) -
     return -(-tokens // scheduler.limits.block_size) - len(hits) + pinned <= scheduler.kv.free
 
 
-def _allocate(scheduler: Scheduler, row: int, hits: Sequence[int], cached: int, after: int, slots: int) -> None:
-    """Give a request the blocks of its ``cached`` tokens and of its first chunk, which ends ``after`` so many tokens:
-    ``slots`` KV slots together."""
+def _allocate(scheduler: Scheduler, row: int, hits: Sequence[int], cached: int, slots: int) -> None:
+    """Give a request the blocks of its ``cached`` tokens and of its first chunk, ``slots`` KV slots together."""
     if scheduler.layout is None:
         need = -(-slots // scheduler.limits.block_size) - len(hits)
         held = len(hits) + need
     else:
-        room, computed, ends = (np.array([tokens], np.int64) for tokens in (slots, cached, after))
-        held = need = int(scheduler.layout.held(room, computed, computed, ends)[0])
+        room, computed = np.array([slots], np.int64), np.array([cached], np.int64)
+        held = need = int(scheduler.layout.held(room, computed)[0])
     counted = scheduler.counted
     if hits or counted is None:
         scheduler.kv.adopt(row, hits)
@@ -140,7 +146,6 @@ def _allocate(scheduler: Scheduler, row: int, hits: Sequence[int], cached: int, 
     else:
         scheduler.kv.allocate((row,), (need,))
     scheduler.state.held_blocks[row] = held
-    scheduler.state.computed[row] = cached
 
 
 def _note_admission(scheduler: Scheduler, row: int, cached_tokens: int, now_ns: int) -> None:
@@ -202,7 +207,10 @@ class Scheduler:
         self.listeners: list[SchedulerListener] = []
         self.front_end: FrontEnd | None = None  # streams the tokens to the clients, if they wait there
         self.counted = kv if isinstance(kv, CountingKv) else None  # the same manager, if counting is sufficient
-        self.layout = kv.layout if isinstance(kv, LaidOutKv) else None  # where blocks are not by tokens alone
+        self.states = kv if isinstance(kv, StatesKv) else None  # where layers keep states at the ends of blocks
+        self.layout = (
+            kv.layout if isinstance(kv, LaidOutKv | StatesKv) else None
+        )  # where blocks are not by tokens alone
         self.state_block_tokens = 0 if self.layout is None else self.layout.state_block_tokens
         self.recomputes_block = False  # the last one of a cached prefix, for a drafter
         self.on_verified: Callable[[list[int], list[int]], None] | None = None  # see DraftingScheduler
@@ -371,6 +379,8 @@ class Scheduler:
         if token_budget is not None and token_budget < most:
             most = token_budget
         threshold = chunk_limit(self, len(candidates)) if limits.long_prefill_token_threshold else 0
+        if self.states is not None:
+            self.states.step_begins()
         rows, tokens, budget = self._schedule_running(step, candidates, threshold, most)
         if admit and not step.preempted and self.waiting:
             new_rows, new_tokens = admit_waiting(self, step.scheduled_ns, budget, most, threshold, running_limit, rows)
@@ -382,7 +392,7 @@ class Scheduler:
     def _schedule_running(self, step: Step, candidates: Ints, threshold: int, budget: int) -> tuple[Ints, Ints, int]:
         if not len(candidates):
             return NO_ROWS, NO_ROWS, budget
-        if not self.prefilling and (decodes := self._decode_all(candidates, budget)) is not None:
+        if not (self.prefilling or self.states) and (decodes := self._decode_all(candidates, budget)) is not None:
             rows, step.computed = decodes
             return rows, self.ones[: len(rows)], budget - len(rows)
         state = self.state
@@ -409,23 +419,31 @@ class Scheduler:
         ``wanted``: tokens that each could use. Returns the requests that keep their place, and the tokens of each.
         """
         tokens = self._within(candidates, wanted, budget)
-        need = self._blocks_needed(candidates, tokens)
-        if self._suffices(need):
-            self._grow(candidates, need)
-            return candidates, tokens
+        if self.states is None:
+            need = self._blocks_needed(candidates, tokens)
+            if self._suffices(need):
+                self._grow(candidates, need)
+                return candidates, tokens
         if self._rank is not None:
             return self._allot_by_rank(
                 self._rank, step, dict(zip(candidates.tolist(), wanted.tolist(), strict=True)), budget
             )
-        kept = self._grow_preempting(step, candidates, need)
+        if self.states is None:
+            kept = self._grow_preempting(step, candidates, need)
+        else:
+            kept = self._grow_states(self.states, step, candidates, tokens)
         return candidates[:kept], tokens[:kept]
+
+    def _slots(self, tokens: Ints) -> Ints:
+        """KV slots of requests with so many computed tokens, those that a drafter needs ahead included."""
+        return tokens
 
     def _blocks_needed(self, rows: Ints, tokens: Ints) -> Ints:
         """Further KV blocks of each row for ``tokens`` more tokens; below 0 where some have left a window."""
         computed, held_blocks = self.state.computed.take(rows), self.state.held_blocks.take(rows)
         if self.layout is not None:
             processed = self._processed(rows, computed)
-            need: Ints = self.layout.held(computed + tokens, processed, computed) - held_blocks
+            need: Ints = self.layout.held(computed + tokens, processed) - held_blocks
             need[tokens == 0] = 0
             return need
         block_size = self.limits.block_size
@@ -445,7 +463,7 @@ class Scheduler:
             rows, computed = rows[due], computed[due]
         if self.layout is not None:
             processed = self._processed(rows, computed)
-            need = self.layout.held(computed + 1, processed, computed) - state.held_blocks.take(rows)
+            need = self.layout.held(computed + 1, processed) - state.held_blocks.take(rows)
             if len(rows) > budget or not self._suffices(need):
                 return None
             self._grow(rows, need)
@@ -491,7 +509,9 @@ class Scheduler:
             if aligned > done or block <= (min(most, threshold) if threshold else most):
                 end = aligned
         last = (known // block * block - block) if self.recomputes_block else (known - 1) // block * block
-        stops = (last, (done // block + 1) * block if done % block else 0)
+        junction = 0 if self.states is None else int(self.states.junction[row])
+        shared = done + (junction - done) // block * block if junction < end else 0
+        stops = (last, shared, (done // block + 1) * block if done % block else 0)
         return max(min((stop for stop in stops if done < stop < end), default=end) - done, 0)
 
     def _suffices(self, need: Ints) -> bool:
@@ -564,6 +584,30 @@ class Scheduler:
         self._leave_preempted(step)
         return kept
 
+    def _grow_states(self, states: StatesKv, step: Step, candidates: Ints, tokens: Ints) -> int:
+        """:meth:`_grow_preempting` where states are kept; most requests need no block in most steps."""
+        kept, ends = len(candidates), np.array(self._ends_of(candidates, tokens))
+        changes = (tokens > 0) & (self.state.partial.take(candidates) | states.changes(candidates, *ends[:2]))
+        for place in changes.nonzero()[0].tolist():
+            while kept > place and not self._grow_state(states, int(candidates[place]), *ends[:, place].tolist()):
+                kept -= 1
+                self._preempt(step, int(candidates[kept]))
+        self._leave_preempted(step)
+        return kept
+
+    def _ends_of(self, rows: Ints, tokens: Ints) -> tuple[Ints, Ints, Ints]:
+        """Tokens of ``rows`` after a step of ``tokens``, KV slots for them, and tokens computed for good before it."""
+        computed = self.state.computed.take(rows)
+        after = computed + tokens
+        return after, self._slots(after), self._processed(rows, computed)
+
+    def _grow_state(self, states: StatesKv, row: int, after: int, slots: int, processed: int) -> bool:
+        """Whether the blocks were free that a row needs for a step, whose ends are those of :meth:`_ends_of`."""
+        if states.needed(row, after, slots, processed) > states.free:
+            return False
+        states.grow(row, after, slots, min(after, self.delivered_tokens(row)))
+        return True
+
     def _allot_by_rank(self, ranks: Ints, step: Step, wanted: dict[int, int], budget: int) -> tuple[Ints, Ints]:
         """:meth:`_allot` where the running request of the highest rank is preempted, which may be one that this step
         has given tokens: they go back to the budget. Requests that a policy has set aside are preempted like others.
@@ -572,8 +616,7 @@ class Scheduler:
         while queue and budget > 0:
             row = queue.popleft()
             tokens = self._running_chunk(row, min(wanted[row], budget), most)
-            rows, counts = np.array([row], np.int64), np.array([tokens], np.int64)
-            while tokens and (need := self._blocks_needed(rows, counts))[0] > self.kv.free:
+            while tokens and self._lacks_blocks(row, tokens):
                 victim = max(running, key=ranks.__getitem__)
                 running.remove(victim)
                 if victim in queue:
@@ -586,11 +629,21 @@ class Scheduler:
             if row not in running:
                 break
             if tokens:
-                self._grow(rows, need)
                 scheduled[row] = tokens
                 budget -= tokens
         self._leave_preempted(step)
         return np.array(list(scheduled), np.int64), np.array(list(scheduled.values()), np.int64)
+
+    def _lacks_blocks(self, row: int, tokens: int) -> bool:
+        """Whether too few blocks are free for ``tokens`` more tokens of a row; otherwise it gets them."""
+        rows, counts = np.array([row], np.int64), np.array([tokens], np.int64)
+        if self.states is not None:
+            return not self._grow_state(self.states, row, *(int(ends[0]) for ends in self._ends_of(rows, counts)))
+        need = self._blocks_needed(rows, counts)
+        lacks = bool(need[0] > self.kv.free)
+        if not lacks:
+            self._grow(rows, need)
+        return lacks
 
     def _leave_preempted(self, step: Step) -> None:
         victims = np.zeros(self.state.count, np.bool_)

@@ -59,6 +59,7 @@ class Step:
     pass_number: int = 0
     verified: Verified | None = None
     next_drafts: int = 0
+    drafts_gone: int = 0  # requests whose clients hung up while their drafts were verified
 
     def leave_out(self, row: int) -> None:
         """Drop the tokens of a request that is gone."""
@@ -66,6 +67,7 @@ class Step:
         if np.count_nonzero(kept) < len(kept):
             self.sampled = self.sampled[kept]
             if self.verified is not None:
+                self.drafts_gone += int(np.count_nonzero(self.verified.drafts[~kept]))
                 self.verified = Verified(*(counts[kept] for counts in self.verified))
 
     @property

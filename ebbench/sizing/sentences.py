@@ -254,6 +254,8 @@ def nothing_usable(stopped: Fact | None, *, probed: bool = True) -> str:
     why = "no probe was long enough" if stopped is None else stopped.worded(ENDS)
     if not probed:
         return f"the requests one at a time, with which a search begins, took all of {why}; give a larger budget"
+    if stopped is not None and stopped.code == "invalid":
+        return f"no probe was usable: {why}"  # which names the remedy
     exhausted = stopped is not None and stopped.code == "all_too_short"
     longer = "use a longer source, or --source profile" if exhausted else "give more --num-prompts or a larger budget"
     return f"no probe was usable ({why}); {longer}"

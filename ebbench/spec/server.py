@@ -43,7 +43,10 @@ METHODS = {
 }
 _SYNCHRONOUS = frozenset({"ngram", "medusa", "mlp_speculator", "suffix"})
 """Methods with which vLLM schedules no step before the drafts of the one before are known."""
-_ELSEWHERE = ("draft_model", "medusa", "mlp_speculator", "suffix", "dflash", "dspark", "ngram_gpu")
+_ELSEWHERE = (
+    "draft_model", "medusa", "mlp_speculator", "suffix", "dflash", "dspark", "ngram_gpu", "custom_class",
+    "extract_hidden_states",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def parse_speculative(text: str) -> Speculative:
     method = given.pop("method", None)
     if method is None:
         raise UsageError(f"{OPTION} {text!r}: name the method, one of {', '.join(METHODS)}; for example {EXAMPLE}")
-    if method in _ELSEWHERE:
+    if method in _ELSEWHERE or method.endswith("_mtp"):
         raise UsageError(f"{OPTION}: method {method} is vLLM's, but not simulated; use {', '.join(METHODS)}")
     if method not in METHODS:
         raise UnknownNameError("method of speculative decoding", method, tuple(METHODS))
@@ -132,6 +135,15 @@ def served_drafts(vllm_options: Sequence[str]) -> dict[str, Any]:
             read = _json_or_text(value or following)
             settings |= {key: read} if key else read if isinstance(read, dict) else {}
     return settings
+
+
+def refuse_without_drafts(vllm_options: Sequence[str]) -> None:
+    """Raise UsageError for a method of vLLM's ``speculative_config`` that drafts nothing."""
+    if served_drafts(vllm_options).get("method") == "extract_hidden_states":
+        raise UsageError(
+            "--speculative-config: method extract_hidden_states drafts no tokens, it stores what a drafter is trained "
+            "with; leave it out, or start `vllm serve` with it and give its URL as --engine"
+        )
 
 
 def _json_or_text(text: str) -> Any:
@@ -186,7 +198,7 @@ def _acceptance(text: str | None, tokens: int | None) -> tuple[float, ...]:
     if text.endswith(".json"):
         return _measured(Path(text))[:tokens]
     try:
-        rates = tuple(float(part) for part in text.split(","))
+        rates = tuple(map(_rate, text.split(",")))
     except ValueError:
         known = published_acceptance()
         if text in known:
@@ -196,6 +208,13 @@ def _acceptance(text: str | None, tokens: int | None) -> tuple[float, ...]:
             f"({', '.join(known)}), not {text!r}"
         ) from None
     return _checked(rates)
+
+
+def _rate(text: str) -> float:
+    """A number as JSON has it: Python would read other digits and underscores, too."""
+    if not text.isascii() or "_" in text:
+        raise ValueError(text)
+    return float(text) + 0.0  # not -0
 
 
 @cache
@@ -237,7 +256,11 @@ def _measured(path: Path) -> tuple[float, ...]:
             f"{OPTION}: {path} must be what `ebbench show RUN --json` prints of a run with drafts, or a JSON object "
             'with "acceptance": [0.8, 0.6, ...]'
         ) from None
-    rates = tuple(sum(position) / len(position) for position in zip(*runs, strict=False))
+    if len(lengths := sorted(set(map(len, runs)))) > 1:
+        raise UsageError(
+            f"{OPTION}: {path} has runs with {lengths[0]} and with {lengths[-1]} drafted tokens; give one of them"
+        )
+    rates = tuple(sum(position) / len(position) for position in zip(*runs, strict=True))
     if not rates:
         raise UsageError(f"{OPTION}: {path} has no acceptance rates by position")
     return _checked(rates)

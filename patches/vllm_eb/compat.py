@@ -212,12 +212,18 @@ def drafting_method(vllm_config: Any) -> str | None:
     return None if speculative is None else str(speculative.method)
 
 
-def verified_drafts(scheduler: Any, step: Any, output: Any) -> tuple[list[int], list[int]]:
+def seldom_drafts(vllm_config: Any) -> bool:
+    """Whether a decode may have no draft, or one of fewer tokens, though one was wanted: none was found in its text."""
+    return drafting_method(vllm_config) == "ngram"
+
+
+def verified_drafts(scheduler: Any, step: Any, output: Any, wanted: int | None) -> tuple[list[int], list[int]]:
     """By position, how many drafts of a step were as long, and how many were accepted that far.
 
     Those of requests that are gone, or that got no token, do not count. Without a draft a request gets one token at
     most, so the numbers of tokens of all requests tell what was accepted. Python code per request would cost as much as
-    all else that the plugin does in a step.
+    all else that the plugin does in a step. ``wanted``: decodes of the step that all count as drafts of full length,
+    since those without a draft get one token, too; None: those that have drafts.
     """
     drafts, sampled, most = step.scheduled_spec_decode_tokens, output.sampled_token_ids, scheduler.num_spec_tokens
     lengths, made = list(map(len, drafts.values())), list(map(len, sampled))
@@ -227,7 +233,8 @@ def verified_drafts(scheduler: Any, step: Any, output: Any) -> tuple[list[int], 
     for name in gone:
         lengths.remove(len(drafts[name]))
         made.remove(len(sampled[output.req_id_to_index[name]]))
-    return _at_least(lengths, 1, most), _at_least(made, 2, most + 1)
+    drafted = _at_least(lengths, 1, most) if wanted is None else [wanted - len(gone)] * most
+    return drafted, _at_least(made, 2, most + 1)
 
 
 def _at_least(sizes: list[int], first: int, last: int) -> list[int]:

@@ -62,6 +62,8 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
     _hides = False  # whether vLLM sees only some of the running requests in the step being scheduled
     _hid = False  # the same of the step before
     _resends_tokens = False
+    _seldom_drafts = False  # see compat
+    _decodes: int | None = None  # sequences that the step decodes, where not all of them have drafts
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         config = parse_config(vllm_config.additional_config)
@@ -93,6 +95,8 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         self._prompt_tokens_wanted = 0 if self.controller is None else self.controller.prompt_tokens_wanted
         if self.controller is not None and self.controller.draft_lengths is not None:
             compat.refuse_fixed_drafts(self)
+        elif self.controller is not None:
+            self._seldom_drafts = compat.seldom_drafts(vllm_config)
         if self.controller is not None and self.controller.orders_queue:
             self._waiting_order = WaitingOrder(self.controller)
         compat.refuse_reordering(self, self._waiting_order is not None)
@@ -153,6 +157,9 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             output = self._schedule_as_decided(self.controller.decide(view), view, args, kwargs)
         self._preempted = len(output.preempted_req_ids or ())
         admitted = self._report_admissions(output)
+        if self._seldom_drafts:
+            prompts = {*admitted, *(request.request_id for request in before)}
+            self._decodes = len(output.num_scheduled_tokens.keys() - prompts)
         if output.total_num_scheduled_tokens:
             if self._reports is not None:
                 self._reports.scheduled(output, self._steps, self.last_decision, before, admitted)
@@ -366,9 +373,9 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         """vLLM's method; also reports the step."""
         if self._reports is not None:
             self._reports.ended(scheduler_output, self.last_decision, self._prefilling)
-        if self.controller is not None and scheduler_output.scheduled_spec_decode_tokens:
+        if self.controller is not None and (scheduler_output.scheduled_spec_decode_tokens or self._decodes):
             output = kwargs["model_runner_output"] if "model_runner_output" in kwargs else args[0]
-            self.controller.on_verified(*compat.verified_drafts(self, scheduler_output, output))
+            self.controller.on_verified(*compat.verified_drafts(self, scheduler_output, output, self._decodes))
         return super().update_from_output(scheduler_output, *args, **kwargs)
 
     def shutdown(self) -> None:

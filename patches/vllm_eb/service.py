@@ -41,6 +41,9 @@ class AnswerLength:
 
     Overestimated lengths leave slots empty; underestimated ones cause preemptions and recomputation. With latency
     targets a preempted response stands still, so there the estimate that errs to the long side is kept.
+
+    With drafts, tokens beyond the end of a response are counted, and steps that were scheduled before its end was
+    known. Every update takes off what the running responses do not have.
     """
 
     def __init__(self, prior_tokens: float, window: int, *, product_limit: bool) -> None:
@@ -50,6 +53,8 @@ class AnswerLength:
         self._level: float | None = None
         self._prior_tokens = prior_tokens
         self._oldest = 0  # tokens that the oldest response can have
+        self._drafted = False
+        self._open_tokens = 0  # counted since the first step, without those of ended responses
         self.mean = prior_tokens
         """The estimate in tokens."""
         self.running_tokens = 0
@@ -59,6 +64,7 @@ class AnswerLength:
         """Record a step with one token for each of ``seqs`` sequences."""
         self._oldest += 1
         self.running_tokens += seqs
+        self._open_tokens += seqs
         self._long.tokens += seqs
         self._short.tokens += seqs
         self._estimate()
@@ -66,14 +72,17 @@ class AnswerLength:
     def accepted(self, by_position: Sequence[int]) -> None:
         """Record further tokens of a step, drafted ones: how many sequences got one or more, two or more, ..."""
         tokens = sum(by_position)
+        self._drafted = True
         self._oldest += sum(map(bool, by_position))
         self.running_tokens += tokens
+        self._open_tokens += tokens
         self._long.tokens += tokens
         self._short.tokens += tokens
 
     def ended(self, output_tokens: int) -> None:
         """Record a response that has ended after ``output_tokens``."""
         self.running_tokens = max(self.running_tokens - output_tokens, 0)
+        self._open_tokens -= output_tokens
         self._long.end()
         self._short.end()
         if self._lengths is not None:
@@ -82,10 +91,17 @@ class AnswerLength:
 
     def update(self, running_ages: Callable[[], Sequence[int]]) -> None:
         """Estimate the survival curve again. ``running_ages``: returns the tokens so far of each running response."""
-        if self._lengths is None:
+        if self._lengths is None and not self._drafted:
             return
         ages = running_ages()
         self.running_tokens = sum(ages)
+        if self._drafted:
+            for mean in (self._long, self._short):
+                mean.tokens = max(mean.tokens - self._open_tokens + self.running_tokens, mean.ended)
+            self._open_tokens = self.running_tokens
+        if self._lengths is None:
+            self._estimate()
+            return
         estimated = self._lengths.estimate(ages)
         if estimated is None:
             return

@@ -303,7 +303,8 @@ def fitted(chosen: list[str], rounds: int, bench: Bench, smaller: list[Bench]) -
         print(
             f"{policy:32}{f'{len(mine.seconds)} ({len(stock.seconds)})':>14}"
             f"{fixed:10.1f}{per_sequence:9.2f}{per_prompt:11.1f}  "
-            f"{statistics.median(ratios):.3f}; {statistics.median(predicted):.3f}; "
+            f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}); "
+            f"{statistics.median(predicted):.3f}; "
             f"{statistics.median(left):.3f} ({min(left):.3f} to {max(left):.3f})",
             flush=True,
         )

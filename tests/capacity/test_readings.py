@@ -77,6 +77,8 @@ def test_a_search_stops_where_longer_runs_cannot_be_had() -> None:
     assert again is not None
     assert again.worded(ENDS) == "a probe at 10/s that is too short to decide with all 60 sessions that there are"
     assert "longer source" in nothing_usable(again)
+    late = nothing_usable(fact("invalid", probes=3, last="the client fell behind; use more --workers"))
+    assert late.endswith("use more --workers)"), "a larger budget would not help"
     assert "took all of --max-time 60;" in nothing_usable(fact("max_time", limit_s=60.0), probed=False)
     longest = _too_short(search, [*once, at(10.0, short=True, sessions=1600)])
     assert longest is not None

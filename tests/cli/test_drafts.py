@@ -100,6 +100,7 @@ RATES_OF_FILES = {
     "a huge number": '{"acceptance": [1' + 400 * "0" + "]}",
     "too many": '{"acceptance": [' + ",".join(33 * ["0.9"]) + "]}",
     "a bare list": "[0.8, 0.6]",
+    "runs with other drafts": '[{"acceptance": [0.8, 0.6]}, {"acceptance": [0.7]}]',
 }
 
 

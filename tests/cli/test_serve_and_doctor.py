@@ -86,6 +86,7 @@ def test_serve_passes_an_emulated_device_to_vllm() -> None:
         (["m", "-p", "v0", "--", "-sc", '{"method": "medusa", "model": "h"}'], "v0 cannot be combined with"),
         (["m", "-p", "eb:k=4", "--", "--spec-method", "draft_model"], "draft by one of these, or measure the URL"),
         (["m", "-p", "v1", "--record", "steps", "--", "--spec-method=suffix"], "a record of the steps cannot be"),
+        (["m", "-p", "v1", "--", "-sc", '{"method": "extract_hidden_states"}'], "drafts no tokens, it stores"),
         (["m", "-p", "v0", "--emulate", "h200", "--slow-motion", "0"], "must be more than 0"),
         (["m", "-p", "nope"], "unknown policy 'nope'"),
     ],

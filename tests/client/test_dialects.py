@@ -6,6 +6,7 @@ The streams are written by hand after the servers' public documentation and sour
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,45 @@ def test_the_stream_of_each_api_is_measured(endpoint: Endpoint, transport: str) 
     assert row["text"] == ("one two" if endpoint in THINKS else "so one two")
     assert row.get("thinking_tokens") == (1 if endpoint in THINKS else None)
     assert len(row["itl_ns"]) == 2
+
+
+@pytest.mark.parametrize("endpoint", ["responses", "messages"])
+def test_a_type_may_stand_in_the_line_of_the_event_alone(endpoint: Endpoint) -> None:
+    untyped = re.sub(rb'data: {"type": "[\w.]+"(, )?', b"data: {", STREAMS[endpoint])
+    assert untyped.count(b"data: {}") == (2 if endpoint == "messages" else 0)  # ping and message_stop hold nothing else
+
+    async def answer(asked: Asked) -> None:
+        await asked.send(EVENTS + chunk(untyped) + END)
+
+    with raw_server(answer) as server:
+        (row,) = run(server.url, plan_of(1, input_tokens=12, output_tokens=3), endpoint=endpoint).requests.to_pylist()
+    assert (row["status"], row["error_body"]) == ("ok", None)
+    assert (row["output_tokens"], len(row["itl_ns"])) == (3, 2)
+
+
+def test_the_output_tokens_at_the_start_of_a_message_are_not_its_count() -> None:
+    async def answer(asked: Asked) -> None:
+        end = b'usage": {"output_tokens": 3}'
+        assert end in MESSAGES
+        await asked.send(EVENTS + chunk(MESSAGES.replace(end, b'usage": null')) + END)
+
+    with raw_server(answer) as server:
+        (row,) = run(server.url, plan_of(1, output_tokens=3), endpoint="messages").requests.to_pylist()
+    assert (row["status"], row["error_class"], row["output_tokens"]) == ("failed", "no_usage", None)
+    assert '"input_tokens": 3' in row["error_body"]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "usage"),
+    [
+        ("completions", {"input_tokens": 7, "output_tokens": 3}),
+        ("chat", {"input_tokens": 7, "output_tokens": 3, "completion_tokens": None}),
+        ("responses", {"prompt_tokens": 7, "completion_tokens": 3}),
+    ],
+)
+def test_usage_may_have_the_names_of_another_api(endpoint: Endpoint, usage: dict[str, Any]) -> None:
+    counts = token_counts(usage, DIALECTS[endpoint].counts)
+    assert (counts.prompt, counts.completion, counts.odd) == (7, 3, {})
 
 
 BODIES: dict[Endpoint, dict[str, Any]] = {
@@ -428,6 +468,9 @@ def test_answers_without_output_tokens_are_measured_whole(transport: str) -> Non
     ("document", "error_class", "reason"),
     [
         ({"data": [], "model": "m"}, "empty_output", "no vectors or scores"),
+        ({"data": [{"index": 0, "embedding": None}]}, "empty_output", "no vectors or scores"),
+        ({"data": [{"index": 0, "embedding": [0.5]}, {"index": 1, "embedding": []}]}, "empty_output", "no vectors"),
+        ({"results": [{"index": 0, "relevance_score": None}]}, "empty_output", "no vectors or scores"),
         ({"error": {"message": "no room"}}, "error_frame", "no room"),
         ("text", "not_json", "hello"),
     ],

@@ -208,6 +208,33 @@ CHAT: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("transport", ["direct", "httpx"])
+@pytest.mark.parametrize("kind", [b"", b"content-type: text/plain\r\n", b"content-type: application/octet-stream\r\n"])
+def test_a_stream_is_one_whatever_its_type_says_or_not(kind: bytes, transport: str) -> None:
+    head = b"HTTP/1.1 200 OK\r\n" + kind + b"transfer-encoding: chunked\r\n\r\n"
+
+    async def answer(asked: Asked) -> None:
+        text = b"upstream is starting" if asked.number % 2 else A + B + C + USAGE
+        await asked.send(head + chunk(text) + END)
+
+    with raw_server(answer) as server:
+        rows = run(server.url, plan_of(2, concurrency=1, output_tokens=3), transport=transport).requests.to_pylist()
+    assert [row["error_class"] for row in rows] == [None, "not_a_stream"]
+    assert "upstream is starting" in rows[1]["error_body"]
+
+
+def test_a_page_without_end_is_given_up() -> None:
+    async def answer(asked: Asked) -> None:
+        await asked.send(EVENTS)
+        for _ in range(300):
+            await asked.send(chunk(b"nothing of a stream\n" * 100))
+        await asyncio.sleep(20)
+
+    with raw_server(answer) as server:
+        (row,) = run(server.url, plan_of(1)).requests.to_pylist()
+    assert (row["status"], row["error_class"]) == ("failed", "not_a_stream")
+
+
 def test_chat_messages_of_other_servers_are_answers() -> None:
     forms = list(CHAT.values())
 

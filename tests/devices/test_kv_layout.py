@@ -16,6 +16,8 @@ from ebbench.devices.loader import check_drafts, load_device
 from ebbench.devices.profiles import find_model
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
+from ebbench.simulation.kv import StatesKv
+from ebbench.simulation.state import RequestState
 from ebbench.spec.server import EngineOptions, parse_speculative
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
@@ -106,10 +108,21 @@ def test_a_state_takes_the_same_for_every_length() -> None:
 
 def test_a_state_has_a_second_block_until_its_block_is_computed() -> None:
     """And one per drafted token, at any length: 16 tokens per block, two tables."""
-    layout = KvLayout((KvGroup(2, 16, per_sequence=5, drafts=3),), 1, 4096, 256)
-    blocks = {(32, 31): 4, (33, 32): 5, (34, 33): 4}
-    assert {ends: held(layout, *ends) // 2 for ends in blocks} == blocks
-    assert (layout.first(500), layout.most(500)) == (2 * 4, 2 * 5)
+    layout = KvLayout((KvGroup(1, 16), KvGroup(2, 16, per_sequence=5, drafts=3)), 1, 4096, 256)
+    assert (layout.first(500) - 32, layout.most(500) - 32) == (2 * 4, 2 * 5)
+    plan = build_plan("balanced", num_prompts=1, max_concurrency=1, input_len=32, output_len=9)
+    kv = StatesKv(RequestState(plan), 40, layout, 16, recomputes=False, marked=False)
+    assert not kv.lookup(0, 32)
+    assert kv.fits(32, 32)
+    kv.admit(0, 32, 32, 32)
+    used = {32: kv.total - kv.free}
+    for tokens in (33, 34):
+        assert kv.needed(0, tokens, tokens, processed=tokens - 1) <= kv.free
+        kv.grow(0, tokens, tokens, 32)
+        used[tokens] = kv.total - kv.free
+    assert used == {32: 2 + 2 * 4, 33: 3 + 2 * 5, 34: 3 + 2 * 4}
+    kv.release(0, 34)
+    assert kv.free == kv.total
 
 
 def test_a_pool_without_room_for_a_state_names_no_length_of_zero() -> None:

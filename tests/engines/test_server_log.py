@@ -65,6 +65,11 @@ LOGGED = "ERROR 11-27 07:10:07 [registry.py:1] No module named 'flash'\nERROR 11
         (WARNING, ""),
         ("Traceback (most recent call last):\n  File 'x'\nKeyError: 'a'\n", "KeyError: 'a'"),
         ("Traceback (most recent call last):\n  File 'x'\nAssertionError\n", "AssertionError"),
+        (
+            'Traceback (most recent call last):\n  File "x.py", line 2, in y\n    assert self.tokens == 1\n'
+            "           ^^^^^^^^^^^^^^^^\nAssertionError\n",
+            "AssertionError: assert self.tokens == 1",
+        ),
     ],
 )
 def test_the_first_error_is_told(output: str, said: str) -> None:
@@ -95,8 +100,16 @@ def test_drafts_that_a_server_cannot_make_come_with_the_remedy(error: str, remed
     assert remedy in said
 
 
+def assert_drafts(tokens: int, expected: int = 1) -> None:
+    if tokens != expected:
+        raise AssertionError  # without words
+
+
 def test_an_exception_of_this_process_is_told_alike() -> None:
     assert error_reason(ValueError("no such type\nand more")) == "ValueError: no such type"
+    with pytest.raises(AssertionError) as raised:
+        assert_drafts(3)
+    assert error_reason(raised.value) == "AssertionError: raise AssertionError  # without words"
 
 
 def failed(folder: Path, program: str) -> str:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_eb.compat import refuse_fixed_drafts, verified_drafts
+from vllm_eb.compat import refuse_fixed_drafts, seldom_drafts, verified_drafts
 from vllm_eb.config import ConfigError
 
 
@@ -29,4 +29,12 @@ def test_drafts_are_counted_by_position() -> None:
         sampled_token_ids=list(made.values()),
         req_id_to_index={name: place for place, name in enumerate(made)},
     )
-    assert verified_drafts(scheduler, step, output) == ([3, 2, 1], [2, 1, 1])
+    assert verified_drafts(scheduler, step, output, None) == ([3, 2, 1], [2, 1, 1])
+    # Eight decodes, of which two had no draft: with n-grams all count that are still there and got a token.
+    assert verified_drafts(scheduler, step, output, 8) == ([5, 5, 5], [2, 1, 1])
+
+
+def test_only_n_grams_leave_decodes_without_a_draft() -> None:
+    for method, seldom in (("ngram", True), ("mtp", False), ("eagle3", False)):
+        config = SimpleNamespace(speculative_config=SimpleNamespace(method=method))
+        assert seldom_drafts(config) == seldom
