@@ -36,9 +36,7 @@ from ebbench.simulation.drafting import DraftCounts, accepted_drafts
 from ebbench.simulation.front_end import FrontEnd
 from ebbench.simulation.releases import (
     AtTime,
-    Beginning,
     Clients,
-    QueueLimits,
     plan_requests,
     records_after,
     with_warmup,
@@ -69,15 +67,9 @@ class VirtualClients(Clients):
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        state: RequestState,
-        front_end: FrontEnd,
-        warmup: int = 0,
-        begin: AtTime | None = None,
-        queue_limits: QueueLimits | None = None,
-    ):
-        super().__init__(plan, [state], warmup, begin, queue_limits)
+        self, plan: Plan, state: RequestState, front_end: FrontEnd, options: EngineOptions, begin: AtTime
+    ) -> None:
+        super().__init__(plan, [state], options, begin)
         self.lost = 0  # requests of the plan that the engine does not complete: refused, abandoned or given up
         self._left: list[int] = []  # rows in the engine whose clients have hung up since the last call of left()
         self._ready: list[int] = []
@@ -255,17 +247,16 @@ class _EmulatedRun:
         self._controller = None if policy.native else self._scheduler.controller
         if not policy.native:
             self._scheduler.use_clock(self._clock.now_s)
-        warmup = len(whole) - len(plan)
-        self._beginning = Beginning(begun=not warmup)
         controllers = [] if self._controller is None else [self._controller]
         for controller in controllers:
             controller.keep_records()
-        begin = partial(self._beginning.begin, log=self._log, controllers=controllers)
         self._drafts = None if options.drafts is None else DraftCounts(options.drafts.tokens)
         self._front_end = FrontEnd.of(options, device.profile, 1, self._state)
         self._on_the_device: deque[_Tokens] = deque()
-        queue_limits = QueueLimits.of(options, self._state)
-        self._clients = VirtualClients(plan, self._state, self._front_end, warmup, begin, queue_limits)
+        self._clients = VirtualClients(
+            plan, self._state, self._front_end, options,
+            lambda now_ns: self._clients.beginning.begin(now_ns, self._log, controllers),
+        )  # fmt: skip
         executor = self.core.model_executor
         executor.attach(self._clock, device.cost, self._reader(options))
         executor.on_step, executor.on_preempted = self._on_step, self._on_preempted
@@ -485,11 +476,11 @@ class _EmulatedRun:
         """The tables of the run."""
         records = [] if self._controller is None else self._controller.drain_records()
         ids = pa.array(self._ids, pa.string())
-        first = self._beginning.first_step(self._log)
+        beginning = self._clients.beginning
         return EngineResult(
-            requests=plan_requests(self._plan, self._state, self._clients, self._beginning),
-            steps=self._log.parts(ids, self._blocks, first, self._beginning.time_ns).table(),
-            decisions=table_of_records(records_after([(0, record) for record in records], self._beginning)),
+            requests=plan_requests(self._plan, self._state, self._clients),
+            steps=self._log.parts(ids, self._blocks, beginning.first_step(self._log), beginning.time_ns).table(),
+            decisions=table_of_records(records_after([(0, record) for record in records], beginning)),
             interrupted=interrupted,
             warnings=plan_notes(self._plan),
             facts=self._front_end.facts | ({} if self._drafts is None else self._drafts.facts),

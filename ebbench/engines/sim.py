@@ -49,8 +49,6 @@ from ebbench.simulation.kv import (
 )
 from ebbench.simulation.loop import EventLoop, Stage, prefix_reader
 from ebbench.simulation.releases import (
-    Beginning,
-    QueueLimits,
     plan_requests,
     records_after,
     with_prefill_ends,
@@ -198,8 +196,6 @@ class _Simulation:
         self._device, self._options, self._make_kv = device, options, make_kv
         self._whole = with_warmup(plan, options.warmup)
         self._log: StepLog | FigureLog = FigureLog() if engine.figures_only else StepLog()
-        warmup = len(self._whole) - len(plan)
-        self._beginning = Beginning(begun=not warmup)
         self._controllers: list[Controller] = []
         self._kv_totals: list[int] = []  # by unit, all stages
         self._notes: list[RunWarning] = []
@@ -207,14 +203,7 @@ class _Simulation:
         self._drafting: Drafting | None = None
         topology = engine.topology
         stages = self._pools(topology) if topology is not None and topology.disaggregated else self._replicas(topology)
-        self._loop = EventLoop(
-            plan,
-            *stages,
-            network_ns=self._network_ns,
-            warmup=warmup,
-            begin=self._begin,
-            queue_limits=QueueLimits.of(options, stages[0].state),
-        )
+        self._loop = EventLoop(plan, *stages, network_ns=self._network_ns, options=options, begin=self._begin)
 
     def run(self, observer: Observer | None) -> EngineResult:
         """Run to the end and build the tables."""
@@ -265,7 +254,7 @@ class _Simulation:
 
     def _begin(self, now_ns: int) -> None:
         """Called at the end of the warm-up: drop its records."""
-        self._beginning.begin(now_ns, self._log, self._controllers)
+        self._loop.beginning.begin(now_ns, self._log, self._controllers)
         if self._drafting is not None:
             self._drafting.counts.forget()
         if self._loop.handover is not None:
@@ -437,7 +426,7 @@ class _Simulation:
             stage.state.forget_token_times()
         several = len(self._kv_totals) > 1  # a unit that coasts makes its steps ahead of the others': they are sorted
         steps, parts, log = STEPS.empty_table(), None, self._log
-        first, begin_ns = self._beginning.first_step(log), self._beginning.time_ns
+        first, begin_ns = loop.beginning.first_step(log), loop.beginning.time_ns
         if isinstance(log, FigureLog):
             steps = log.table(self._kv_totals, first, begin_ns)
         else:
@@ -450,7 +439,7 @@ class _Simulation:
             requests=requests,
             steps=steps,
             step_parts=parts,
-            decisions=table_of_records(records_after(records, self._beginning)),
+            decisions=table_of_records(records_after(records, loop.beginning)),
             interrupted=interrupted,
             invalid=() if loop.dead is None else (loop.dead,),
             facts=({} if topology is None else self._facts(topology))
@@ -464,11 +453,11 @@ class _Simulation:
         loop, count = self._loop, len(self._plan)
         state, first = loop.last.state, loop.front.state
         state.scheduled_ns, state.cached_tokens = first.scheduled_ns, first.cached_tokens
-        requests = plan_requests(self._plan, state, loop, self._beginning)
+        requests = plan_requests(self._plan, state, loop)
         if self._engine.topology is None:
             return requests
         if loop.handover is not None and loop.hang_ups.any:
-            requests = with_prefill_ends(requests, first, self._beginning)
+            requests = with_prefill_ends(requests, first, loop.beginning)
         units = loop.unit_of[:count]
         workers = pa.array(units.astype(np.int32), mask=units == UNSET)
         return requests.set_column(requests.column_names.index("worker"), "worker", workers)

@@ -19,7 +19,7 @@ from ebbench.records.plan import Plan, block_tokens
 from ebbench.records.warnings import RunWarning
 from ebbench.simulation.engine import EngineLoop, Unit
 from ebbench.simulation.front_end import FrontEnd
-from ebbench.simulation.releases import AtTime, Clients, QueueLimits
+from ebbench.simulation.releases import AtTime, Clients
 from ebbench.simulation.state import (
     BACK,
     DELIVERY,
@@ -36,6 +36,7 @@ from ebbench.simulation.state import (
     RequestState,
     StoreFullError,
 )
+from ebbench.spec.server import EngineOptions
 
 if TYPE_CHECKING:
     from ebbench.dispatch import Dispatcher, DispatchRequest, EndForward, Order
@@ -134,18 +135,17 @@ class EventLoop(Clients):
         handover: Handover | None = None,
         *,
         network_ns: int = 0,
-        warmup: int = 0,
+        options: EngineOptions | None = None,
         begin: AtTime | None = None,
-        queue_limits: QueueLimits | None = None,
     ) -> None:
-        """``queue_limits`` of the only front end."""
+        """``options``, ``begin``: see Clients."""
         self.front, self.back, self.handover = front, back, handover
         self.stages = [front] if back is None else [front, back]
-        super().__init__(plan, [stage.state for stage in self.stages], warmup, begin, queue_limits)
+        super().__init__(plan, [stage.state for stage in self.stages], options, begin)
         self.last = self.stages[-1]
         self.tick: AtTime | None = None  # called after every event
-        self.dispatched_ns = np.full(len(plan) + warmup, UNSET, np.int64)
-        self.unit_of = np.full(len(plan) + warmup, UNSET, np.int64)
+        self.dispatched_ns = np.full(front.state.count, UNSET, np.int64)
+        self.unit_of = np.full(front.state.count, UNSET, np.int64)
         self.dead: RunWarning | None = None  # why the run ended early
         self._network_ns = network_ns
         # Requests that have reached their unit, by stage; kept if clients may hang up.

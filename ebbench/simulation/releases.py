@@ -57,7 +57,7 @@ class Beginning:
 
     def begin(self, now_ns: int, log: StepLog | FigureLog, controllers: Iterable[Controller]) -> None:
         """The plan begins: drop the records of the warm-up."""
-        self.begun, self.time_ns, self.steps = True, now_ns, len(log)
+        self.time_ns, self.steps = now_ns, len(log)
         self.steps_of = log.steps_per_instance()
         for controller in controllers:
             controller.drain_records()
@@ -351,20 +351,21 @@ class Clients(ABC):
         self,
         plan: Plan,
         states: Sequence[RequestState],
-        warmup: int,
-        begin: AtTime | None,
-        queue_limits: QueueLimits | None,
+        options: EngineOptions | None = None,
+        begin: AtTime | None = None,
     ) -> None:
-        """``states``: of the requests, by stage. ``warmup``: number of requests before the plan; ``begin`` is called
-        when they have ended, before the plan starts. ``queue_limits``: of the API server; None: it refuses nothing."""
+        """``states``: of the requests, by stage, those of a warm-up after the plan's. ``options``: of the API server;
+        None: it refuses nothing. ``begin`` is called at the end of the warm-up, before the plan starts."""
+        warmup = states[0].count - len(plan)
+        self.beginning = Beginning(begun=not warmup)
         self.now_ns = 0
         self.ended = 0  # including warm-up requests, and requests that are never sent
         self.failed: dict[int, Failure] = {}
         self.never_sent: list[int] = []  # they wait for a refused one
         self.hang_ups = HangUps(plan)
         self._plan, self._states, self._releases = plan, states, Releases(plan, warmup)
-        self._begin, self._warming = begin, warmup > 0
-        self._queue_limits = queue_limits
+        self._begin = begin
+        self._queue_limits = None if options is None else QueueLimits.of(options, states[0])
         self._events: list[tuple[int, int, int, Any]] = []
         self._sequence = 0
 
@@ -382,7 +383,7 @@ class Clients(ABC):
         heapq.heappush(self._events, (time_ns, kind, self._sequence, subject))
 
     def _start(self) -> None:
-        if not self._warming:
+        if self.beginning.begun:
             self._schedule_arrivals()
         self._release(self._releases.start())
 
@@ -465,8 +466,8 @@ class Clients(ABC):
 
     def _count_ended(self, requests: int) -> None:
         self.ended += requests
-        if self._warming and self._releases.begun:
-            self._warming = False
+        if not self.beginning.begun and self._releases.begun:
+            self.beginning.begun = True
             if self._begin is not None:
                 self._begin(self.now_ns)
             self._schedule_arrivals()
@@ -478,10 +479,10 @@ class Clients(ABC):
         if self._queue_limits is not None:
             for row in rows:
                 self._queue_limits.ended(row)
-        warming = self._warming
+        begun = self.beginning.begun
         released = self._releases.all_ended(rows)
         self._count_ended(len(rows))
-        if warming and not self._warming:  # the plan's first requests, at its time zero
+        if not begun and self.beginning.begun:  # the plan's first requests, at its time zero
             self._release(released)
         elif following := self._pause(released):
             self.push(self.now_ns + TURNAROUND_NS, FOLLOW, following)
@@ -530,9 +531,9 @@ def cut_at_hang_ups(state: RequestState, abandoned: Iterable[int]) -> None:
         state.next_slot[row] = state.first_slot[row] + np.count_nonzero(own != UNSET)
 
 
-def plan_requests(plan: Plan, state: RequestState, clients: Clients, beginning: Beginning) -> pa.Table:
+def plan_requests(plan: Plan, state: RequestState, clients: Clients) -> pa.Table:
     """Table REQUESTS of the plan's own rows, with what became of requests that were not answered."""
-    own = without_warmup(state, plan, beginning)
+    own = without_warmup(state, plan, clients.beginning)
     cut_at_hang_ups(own, clients.hang_ups.abandoned)
     requests = requests_table(plan, own)
     if not clients.hang_ups.abandoned and not clients.failed:
