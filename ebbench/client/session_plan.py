@@ -20,6 +20,7 @@ from ebbench.config.server_url import Endpoint, ServerUrl
 from ebbench.errors import UsageError
 from ebbench.records import CHUNK_TOKENS
 from ebbench.records.plan import ClosedPhase, TurnGraph, block_tokens, turn_graph
+from ebbench.records.schema import with_columns
 from ebbench.spec.client import ClientOptions
 
 
@@ -129,9 +130,7 @@ def unique_ids(table: pa.Table) -> tuple[pa.Table, int]:
             candidate = f"{name}#{number}"
         taken.add(candidate)
         unique.append(candidate)
-    index = table.schema.get_field_index("request_id")
-    changed = sum(a != b for a, b in zip(ids, unique, strict=True))
-    return table.set_column(index, table.schema.field(index), pa.array(unique, pa.string())), changed
+    return with_columns(table, {"request_id": unique}), sum(a != b for a, b in zip(ids, unique, strict=True))
 
 
 def check_attachments(table: pa.Table, endpoint: Endpoint, served: frozenset[str] | None) -> None:

@@ -33,7 +33,7 @@ from ebbench.errors import RunError, UsageError
 from ebbench.process.interpreter import collector_paused
 from ebbench.process.termination import interruptible
 from ebbench.records.plan import Observer, Plan, Progress
-from ebbench.records.schema import STEPS
+from ebbench.records.schema import STEPS, with_columns
 from ebbench.records.warnings import RunWarning, warning
 from ebbench.simulation.engine import EngineLoop, Unit
 from ebbench.simulation.front_end import FrontEnd
@@ -459,8 +459,7 @@ class _Simulation:
         if loop.handover is not None and loop.hang_ups.any:
             requests = with_prefill_ends(requests, first, loop.beginning)
         units = loop.unit_of[:count]
-        workers = pa.array(units.astype(np.int32), mask=units == UNSET)
-        return requests.set_column(requests.column_names.index("worker"), "worker", workers)
+        return with_columns(requests, {"worker": pa.array(units.astype(np.int32), mask=units == UNSET)})
 
     def _link(self, topology: TopologySpec) -> str:
         """The kind of link that the times assume; "" if no data crosses a link."""
@@ -496,9 +495,7 @@ class _Simulation:
 
 def _one_token(plan: Plan) -> Plan:
     """The plan as the prefill stage runs it: one output token per request."""
-    index = plan.table.column_names.index("output_tokens")
-    ones = pa.array(np.ones(len(plan), np.int32))
-    return replace(plan, table=plan.table.set_column(index, plan.table.schema.field(index), ones))
+    return replace(plan, table=with_columns(plan.table, {"output_tokens": np.ones(len(plan), np.int32)}))
 
 
 def _mean_ms(spans_ns: np.ndarray, known: np.ndarray) -> float | None:

@@ -44,7 +44,7 @@ from ebbench.gateway.process import GatewayProcess
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.process.termination import interruptible
 from ebbench.records.plan import Observer, Plan, Progress
-from ebbench.records.schema import DECISIONS, REQUESTS, STEPS, decisions_table
+from ebbench.records.schema import DECISIONS, STEPS, decisions_table, with_columns
 from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.client import ClientOptions
 from ebbench.spec.server import EngineOptions
@@ -183,10 +183,7 @@ def joined_requests(requests: pa.Table, steps: pa.Table) -> pa.Table:
         "scheduled_ns": [first.get(name) for name in names],
         "preemptions": [preempted.get(name, 0) if name in first else None for name in names],
     }
-    for column, values in columns.items():
-        position = requests.schema.get_field_index(column)
-        requests = requests.set_column(position, REQUESTS.field(column), pa.array(values, REQUESTS.field(column).type))
-    return requests
+    return with_columns(requests, columns)
 
 
 DEATH_S = 10.0  # longest time from the first failed request to the end of a server that died
@@ -320,24 +317,21 @@ def merged(recordings: Sequence[Recording]) -> Recording | None:
     """Recordings of several servers as one: instances numbered, steps in scheduling order."""
     if len(recordings) < 2:
         return recordings[0] if recordings else None
-    steps = pa.concat_tables(_of_instance(r.steps, i) for i, r in enumerate(recordings))
-    steps = steps.take(pc.sort_indices(steps, sort_keys=[("scheduled_ns", "ascending"), ("instance", "ascending")]))
-    numbered = pa.array(np.arange(steps.num_rows, dtype=np.int64))
-    steps = steps.set_column(0, steps.schema.field(0), numbered)
-    tables = (_of_instance(r.decisions, i) for i, r in enumerate(recordings))
-    decisions = pa.concat_tables(tables, promote_options="default")
+
+    def together(tables: Iterable[pa.Table], *order: str) -> pa.Table:
+        numbered = [
+            with_columns(table, {"instance": np.full(len(table), i, np.int32)}) for i, table in enumerate(tables)
+        ]
+        whole = pa.concat_tables(numbered, promote_options="default")
+        return whole.take(pc.sort_indices(whole, sort_keys=[(name, "ascending") for name in order]))
+
+    steps = together((r.steps for r in recordings), "scheduled_ns", "instance")
     return Recording(
-        steps=steps,
-        decisions=decisions.take(pc.sort_indices(decisions, sort_keys=[("time_ns", "ascending")])),
+        steps=with_columns(steps, {"step_id": np.arange(len(steps), dtype=np.int64)}),
+        decisions=together((r.decisions for r in recordings), "time_ns"),
         pids=frozenset().union(*(r.pids for r in recordings)),
         policies=frozenset().union(*(r.policies for r in recordings)),
     )
-
-
-def _of_instance(table: pa.Table, instance: int) -> pa.Table:
-    index = table.column_names.index("instance")
-    values = pa.array(np.full(table.num_rows, instance, np.int32))
-    return table.set_column(index, table.schema.field(index), values)
 
 
 READY_TIMEOUT_S = 900.0

@@ -19,8 +19,8 @@ from ebbench.records.schema import (
     EARLIER_TURN_ABANDONED,
     EARLIER_TURN_FAILED,
     PLAN,
-    REQUESTS,
     REQUESTS_EXTRAS,
+    with_columns,
 )
 from ebbench.simulation.state import (
     ARRIVAL,
@@ -550,10 +550,7 @@ def plan_requests(plan: Plan, state: RequestState, clients: Clients) -> pa.Table
                 columns[name][row] = value
     for row in clients.never_sent:
         columns["error_class"][row] = EARLIER_TURN_FAILED
-    for name, values in columns.items():
-        index = requests.column_names.index(name)
-        requests = requests.set_column(index, requests.schema.field(index), pa.array(values, REQUESTS.field(name).type))
-    return requests
+    return with_columns(requests, columns)
 
 
 def with_prefill_ends(requests: pa.Table, prefills: RequestState, beginning: Beginning) -> pa.Table:
