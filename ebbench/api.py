@@ -15,13 +15,13 @@ import tempfile
 import warnings
 from abc import ABC, abstractmethod
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_origin, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, get_origin, overload
 
 import pyarrow as pa
 from rich.text import Text
@@ -68,6 +68,7 @@ __all__ = [
     "plan", "plan_async", "run", "run_async",
 ]  # fmt: skip
 
+P = ParamSpec("P")
 T = TypeVar("T")
 OnProgress = Callable[[ProgressEvent], object] | bool | None
 """A function that gets every event; True prints what the command would print; None is silent."""
@@ -293,7 +294,7 @@ class PlanResult(Shown):
 
         text = Console(width=WIDTH, highlight=False, record=True, file=io.StringIO())
         text.print(self)
-        drawn = _image(frontiers(self.plan.deployments, bool(self.plan.prices))) if self.deployments else ""
+        drawn = _image(frontiers(self.plan)) if self.deployments else ""
         return text.export_html(inline_styles=True, code_format=_PRE) + drawn
 
 
@@ -470,29 +471,6 @@ def compare(*runs: Runs | RunResult | str | Path, baseline: str | None = None, a
         return Comparison(compare_cases(groups, baseline, check_allowed(allow)))
 
 
-async def run_async(
-    workload: str, *, policies: Sequence[str] | str | None = None, progress: OnProgress = None, **settings: Any
-) -> Runs:
-    """As :func:`run`, beside the event loop: other tasks go on meanwhile. ``progress`` is called in another thread."""
-    return await _in_thread(partial(run, workload, policies=policies, progress=progress, **settings))
-
-
-async def capacity_async(
-    workload: str, *, goodput: str, progress: OnProgress = None, **settings: Any
-) -> CapacityResult:
-    """As :func:`capacity`, beside the event loop. ``progress`` is called in another thread."""
-    return await _in_thread(partial(capacity, workload, goodput=goodput, progress=progress, **settings))
-
-
-async def plan_async(
-    workload: str, *, request_rate: float, goodput: str, progress: OnProgress = None, **settings: Any
-) -> PlanResult:
-    """As :func:`plan`, beside the event loop. ``progress`` is called in another thread."""
-    return await _in_thread(
-        partial(plan, workload, request_rate=request_rate, goodput=goodput, progress=progress, **settings)
-    )
-
-
 async def _in_thread(work: Callable[[], T]) -> T:
     """The result of ``work`` in a thread of its own. Cancelled, it stops as by Ctrl-C and is waited for."""
     signals, stopped = Signals(), list[BaseException]()
@@ -617,6 +595,20 @@ def _documented(function: Callable[..., Any], command: type, but: Sequence[str] 
 _documented(run, RunCommand)
 _documented(capacity, SearchCommand, SET_BY_SEARCH)
 _documented(plan, PlanCommand, tuple(name for name in known_settings() if name not in OF_A_PLAN))
-for _awaited, _function in ((run_async, run), (capacity_async, capacity), (plan_async, plan)):
-    _awaited.__signature__ = inspect.signature(_function)  # type: ignore[union-attr]
-    _awaited.__doc__ = f"{_awaited.__doc__}\n\n{_function.__doc__}"
+
+
+def _beside_loop(function: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
+    async def awaited(*args: P.args, **kwargs: P.kwargs) -> T:
+        return await _in_thread(partial(function, *args, **kwargs))
+
+    described: Any = awaited
+    described.__name__ = described.__qualname__ = f"{function.__name__}_async"
+    described.__signature__ = inspect.signature(function)
+    described.__doc__ = (
+        f"As :func:`{function.__name__}`, beside the event loop: other tasks go on meanwhile. ``progress`` is called "
+        f"in another thread.\n\n{function.__doc__}"
+    )
+    return awaited
+
+
+run_async, capacity_async, plan_async = _beside_loop(run), _beside_loop(capacity), _beside_loop(plan)

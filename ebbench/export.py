@@ -28,8 +28,9 @@ from ebbench.config.topology import PoolSpec, TopologySpec, parse_topology
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.foreign.documents import csv_cell
 from ebbench.records import files
-from ebbench.records.run import Run
+from ebbench.records.run import Run, find_runs
 from ebbench.records.warnings import ESTIMATED
+from ebbench.runs.stored import StoredRun, pack
 
 # A run in the benchmark report format of llm-d, schema 0.2, as JSON (which is valid YAML).
 #
@@ -443,6 +444,14 @@ def export(kinds: Sequence[str], runs: Sequence[Run], directory: Path) -> list[P
             raise UnknownNameError("export", kind, EXPORTS)
     directory.mkdir(parents=True, exist_ok=True)
     return [path for kind in kinds for path in EXPORTS[kind](runs, directory)]
+
+
+def export_stored(chosen: Sequence[StoredRun], kind: str | None, target: Path) -> list[Path]:
+    """Write stored runs as one archive, or in another tool's format into a directory; returns the paths."""
+    if kind is None:
+        pack(chosen, target)
+        return [target]
+    return export([kind], [Run.load(path) for path in find_runs([run.path for run in chosen])], target)
 
 
 def _llm_d(runs: Sequence[Run], directory: Path) -> list[Path]:

@@ -27,7 +27,7 @@ from ebbench.records.run import MANIFEST, Run
 from ebbench.render.documents import Console
 from ebbench.render.numbers import spark
 from ebbench.workloads.log_report import describe_log
-from ebbench.workloads.options import recorded_file
+from ebbench.workloads.options import is_recorded, recorded_file
 from ebbench.workloads.trace import read_trace
 from vllm_eb.hazard import MIN_SURVIVORS, CensoredHazard, HazardEstimate, SlidingHazard, empirical_hazard
 from vllm_eb.theory import Threshold, optimal_threshold
@@ -257,7 +257,6 @@ def _of_run(path: Path) -> OutputLengths:
 
 def _of_plan(what: str, source: str, num_prompts: int | None, seed: int, plan: dict[str, Any]) -> OutputLengths:
     from ebbench.workloads import build_plan
-    from ebbench.workloads.options import is_recorded
 
     # A closed loop, since only lengths are needed, not the times of a trace.
     scenario = "saturated" if is_recorded(what) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +29,8 @@ class Extra:
 
     def missing(self) -> tuple[str, ...]:
         """The distributions that are not installed."""
-        return tuple(name for name in self.distributions if not installed_version(name))
+        present = installed_versions(*self.distributions)
+        return tuple(name for name in self.distributions if name not in present)
 
 
 EXTRAS: Mapping[str, Extra] = MappingProxyType(
@@ -73,16 +75,15 @@ def own_distributions() -> tuple[str, ...]:
     return tuple(match.group() for match in names if match is not None)
 
 
-def installed_version(*distributions: str) -> str:
-    """The version of the first of these distributions that is installed; empty if none is."""
+def installed_versions(*distributions: str) -> dict[str, str]:
+    """The versions of those of these distributions that are installed, in this order."""
     from importlib import metadata
 
+    versions = {}
     for name in distributions:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return ""
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 _PACKAGE = Path(__file__).resolve().parent

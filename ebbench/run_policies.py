@@ -10,7 +10,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbench.analysis.cases import RunResult, cases_of_results, result_of
+from ebbench.analysis.cases import (
+    TESTED,
+    RunResult,
+    cases_of_results,
+    group_by_policy,
+    pairs_needed,
+    result_of,
+    stop_reason,
+)
 from ebbench.engines.base import refuse_undecided
 from ebbench.engines.setup import make_engine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
@@ -19,7 +27,7 @@ from ebbench.records.run import NotStoredError, default_run_dir, new_directory, 
 from ebbench.records.warnings import counted
 from ebbench.runs import prepare
 from ebbench.runs.execute import measured, planned
-from ebbench.runs.file import FURTHER
+from ebbench.runs.file import FURTHER, as_toml
 from ebbench.runs.prepare import Series, needs_saturation, parse_series
 from ebbench.spec.run import stored_form
 from ebbench.spec.server import VIRTUAL_TIME, is_server
@@ -64,8 +72,6 @@ def beforehand(facts: Mapping[str, Any], repeats: int, *, policies: int, until_c
 
     ``facts``: those of the plan. ``virtual``: simulated time, in which equal plans give equal figures.
     """
-    from ebbench.analysis.cases import TESTED, pairs_needed
-
     if repeats < 2 or policies < 2:
         return ""
     if virtual and facts.get("loop") == "trace":
@@ -85,8 +91,6 @@ def beforehand(facts: Mapping[str, Any], repeats: int, *, policies: int, until_c
 
 def why_stop(summaries: Sequence[Summary]) -> str:
     """Why more repeats would not help; empty if they may. All policies have run each plan so far."""
-    from ebbench.analysis.cases import group_by_policy, stop_reason
-
     if any(not summary.valid for summary in summaries):
         return "Stopped: a run is INVALID, and more repeats do not change that."
     if all(summary.virtual and summary.load.replayed for summary in summaries):
@@ -211,8 +215,6 @@ class MadeRuns:
 
 def dry_run(series: Series, output: Output, further: Mapping[str, Any]) -> None:
     """Print what would run, and all settings as a file for ``ebbench run``; check both, and run nothing."""
-    from ebbench.runs.file import as_toml
-
     series.check()
     output.check(series)
     _, sentence = make_engine(series.spec)

@@ -14,7 +14,7 @@ from ebbench.analysis.documents import Column, Document, Section, Value, labels
 from ebbench.analysis.metrics import NS_PER_MS, limited_ns
 from ebbench.analysis.summary import Summary, summarise_phases
 from ebbench.errors import UsageError
-from ebbench.records.run import Run
+from ebbench.records.run import Run, find_runs
 
 # How long a system takes to recover from a shift of its traffic.
 #
@@ -315,6 +315,4 @@ def attainment_document(
 
 def load_runs(paths: Sequence[Path]) -> list[Run]:
     """Runs among ``paths``; a directory stands for all runs in it. Raises DataError."""
-    from ebbench.records.run import find_runs
-
     return [Run.load(path) for path in find_runs(paths)]

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import measure, steady_windows
-from ebbench.analysis.validity import Conditions, invalid_reasons
+from ebbench.analysis.validity import invalid_reasons
 from ebbench.errors import DataError
 from ebbench.records import files
 from ebbench.records.manifest import Manifest, decode_manifest
@@ -144,9 +144,7 @@ def _judged(manifest: Manifest, tables: dict[str, pa.Table], recorded: int, dama
     """The manifest of the rebuilt run, which is never valid."""
     columns = RequestColumns.of(tables["requests"])
     metrics = measure(columns, windows=steady_windows(columns, manifest.phases))
-    invalid = invalid_reasons(
-        tables["requests"], tables["plan"], columns, metrics, Conditions(interrupted=False, paced_sends=False)
-    )
+    invalid = invalid_reasons(tables["requests"], tables["plan"], columns, metrics, paced_sends=False)
     planned = tables["plan"].num_rows
     rebuilt = warning("rebuilt", recorded=recorded, planned=planned, damaged_shards=len(damaged))
     reasons = tuple(dict.fromkeys((*manifest.reasons, *invalid)))

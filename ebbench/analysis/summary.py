@@ -421,21 +421,20 @@ def unsound_percentiles(metrics: Metrics) -> dict[str, float]:
     return unsound
 
 
+_RATES = (
+    "total_input_tokens", "total_output_tokens", "request_throughput", "output_throughput", "input_throughput",
+    "total_token_throughput", "request_goodput", "token_goodput", "slo_attainment",
+)  # fmt: skip
+_FURTHER = (
+    "cached_tokens", "prefix_hit_rate", "preemptions", "bundled_requests", "thinking_tokens", "abandoned_input_tokens",
+    "abandoned_output_tokens",
+)  # fmt: skip
+
+
 def metrics_dict(metrics: Metrics) -> dict[str, Any]:
     """Metrics under the key names of ``vllm bench serve`` where it has them."""
     counts = {status: count for status, count in metrics.counts.items() if status != "ok"}
-    rates = {
-        "duration": metrics.duration_s,
-        "total_input_tokens": metrics.total_input_tokens,
-        "total_output_tokens": metrics.total_output_tokens,
-        "request_throughput": metrics.request_throughput,
-        "output_throughput": metrics.output_throughput,
-        "input_throughput": metrics.input_throughput,
-        "total_token_throughput": metrics.total_token_throughput,
-        "request_goodput": metrics.request_goodput,
-        "token_goodput": metrics.token_goodput,
-        "slo_attainment": metrics.slo_attainment,
-    }
+    rates = {"duration": metrics.duration_s} | {name: getattr(metrics, name) for name in _RATES}
     latencies = {
         f"{statistic}_{name}_ms": value
         for name in (*LATENCIES, *FURTHER_LATENCIES)
@@ -445,13 +444,7 @@ def metrics_dict(metrics: Metrics) -> dict[str, Any]:
         "tokens_per_s_per_user": metrics.tokens_per_s_per_user,
         "interactivity_tokens_per_s": metrics.interactivity,
         "p90_interactivity_tokens_per_s": metrics.p90_interactivity,
-        "cached_tokens": metrics.cached_tokens,
-        "prefix_hit_rate": metrics.prefix_hit_rate,
-        "preemptions": metrics.preemptions,
-        "bundled_requests": metrics.bundled_requests,
-        "thinking_tokens": metrics.thinking_tokens,
-        "abandoned_input_tokens": metrics.abandoned_input_tokens,
-        "abandoned_output_tokens": metrics.abandoned_output_tokens,
+        **{name: getattr(metrics, name) for name in _FURTHER},
         "steady": asdict(metrics.steady) if metrics.steady else None,
     }
     counted = {"planned": metrics.planned, "completed": metrics.completed} | counts
@@ -508,42 +501,20 @@ def _averaged(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[s
     return merged, spread
 
 
-_AVERAGED = frozenset(
-    {
-        "duration",
-        "slo_attainment",
-        "request_throughput",
-        "output_throughput",
-        "input_throughput",
-        "total_token_throughput",
-    }
-    | {
-        "request_goodput",
-        "token_goodput",
-        "tokens_per_s_per_user",
-        "interactivity_tokens_per_s",
-        "p90_interactivity_tokens_per_s",
-        "prefix_hit_rate",
-        "mean_acceptance_length",
-        "draft_acceptance_rate",
-        "kv_full_share",
-        "repeated_share",
-        "worst_class_attainment",
-        *(name for name in SessionFigures.of(SESSIONS.empty_table()).to_dict() if name not in ("planned", "complete")),
-        *ECONOMY_FIGURES,
-    }
-    | {
-        f"{statistic}_{name}_ms"
-        for statistic, _ in Distribution(0).items()
-        for name in (*LATENCIES, *FURTHER_LATENCIES)
-    }
-)
 _COUNTS = (
     "planned", "completed", "failed", "timed_out", "cancelled", "abandoned", "never_sent",
     "total_input_tokens", "total_output_tokens", "cached_tokens", "preemptions", "bundled_requests",
     "thinking_tokens", "abandoned_input_tokens", "abandoned_output_tokens", "repeated_tokens",
     "drafted_tokens", "accepted_tokens", "complete",
 )  # fmt: skip
+_AVERAGED = frozenset(
+    {
+        "duration", "tokens_per_s_per_user", "interactivity_tokens_per_s", "p90_interactivity_tokens_per_s",
+        "mean_acceptance_length", "draft_acceptance_rate", "kv_full_share", "repeated_share", "worst_class_attainment",
+        *_RATES, *_FURTHER, *ECONOMY_FIGURES, *SessionFigures.of(SESSIONS.empty_table()).to_dict(),
+        *(f"{s}_{name}_ms" for s, _ in Distribution(0).items() for name in (*LATENCIES, *FURTHER_LATENCIES)),
+    }
+).difference(_COUNTS)  # fmt: skip
 
 
 def _mean_and_spread(values: list[float | None]) -> tuple[float | None, float | None]:

@@ -28,7 +28,7 @@ from ebbench.analysis.environment import (
     remedy,
 )
 from ebbench.analysis.metrics import LATENCIES, Metrics
-from ebbench.analysis.summary import summarise
+from ebbench.analysis.summary import metrics_dict, summarise
 from ebbench.analysis.validity import of_device
 from ebbench.config.declare import Setting, split_all_pairs, value_of
 from ebbench.errors import DataError, UnknownNameError, UsageError
@@ -235,13 +235,7 @@ def lengths_hash(run: Run) -> str:
 
 def unit_figures(metrics: Metrics) -> dict[str, float | None]:
     """The figures of MEASURED in tokens/s, requests/s and ms; None of what is not among the metrics."""
-    rates: dict[str, float | None] = {figure: getattr(metrics, figure) for figure in RATES.values()}
-    latencies = {
-        f"{name}_{latency}_ms": getattr(getattr(metrics, latency), name)
-        for latency in LATENCIES
-        for name in ("median", *STATISTICS)
-    }
-    figures = rates | latencies
+    figures = metrics_dict(metrics)
     return {figure: figures.get(figure) for figure in MEASURED}
 
 

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +20,7 @@ import pyarrow.compute as pc
 
 from ebbench.analysis.columns import MISSING, STATUSES, RequestColumns
 from ebbench.analysis.metrics import Metrics
+from ebbench.foreign.documents import load_toml
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
 from ebbench.records.warnings import ABOUT_SERVER, KV_CACHE, RunWarning, in_ranges, warning, warning_shape
 from ebbench.spec.client import lag_limit_ms
@@ -49,96 +52,21 @@ class Failure:
         return f"{message} -> {self.remedy}" if self.remedy else message
 
 
-@dataclass(frozen=True)
-class _Cause:
-    """A known cause, recognised by two patterns: of the error class and of the message."""
-
-    error_class: str
-    message: str
-    remedy: str
-
-    def explains(self, error_class: str, message: str) -> bool:
-        return bool(re.fullmatch(self.error_class, error_class) and re.search(self.message, message, re.IGNORECASE))
+class _Causes(msgspec.Struct, forbid_unknown_fields=True):
+    causes: list[tuple[str, str, str]]
 
 
-_REFUSED_FIELD = r"(un(supported|known|recogni[sz]ed|expected)|not (permitted|supported|allowed)|extra|additional)"
-_LEAVE_OUT = "--extra-body '{{\"{}\": null}}'"
-_OTHER_LIMIT = "--max-tokens-field max_tokens (or max_completion_tokens, which chat sends by default)"
-_SERVER_LOG = "the server's log says why"
-_CAUSES = (
-    _Cause(".*", r"out of vocabulary|vocab(ulary)? size", "give --vocab-size, no larger than the model's vocabulary"),
-    _Cause(
-        ".*",
-        r"maximum (context|model) length|max_model_len|longer than the maximum|too long|available context"
-        r"|finish reason '(length|limit|max_(output_)?tokens)'",
-        "give --max-model-len as the server has it, with --drop-too-long",
-    ),
-    _Cause("http_404", r"model", "give --model as the server's /v1/models names it"),
-    _Cause("http_40[45]", "", "another --endpoint (completions, chat, ...; see --help), or another URL"),
-    _Cause("http_40[13]", "", "set EBBENCH_API_KEY (or OPENAI_API_KEY) to a key that the server accepts"),
-    _Cause("http_429", "", "a lower --request-rate or --max-concurrency"),
-    _Cause("http_503", "", "a lower load, or wait until the server is ready (--ready-timeout)"),
-    _Cause(
-        "http_[45].*",
-        r"(?=.*(prompt|input)).*((be|expected) an? (valid )?string|cannot unmarshal (array|number))",
-        "the server takes no token ids: give --endpoint chat, which sends words",
-    ),
-    _Cause("http_4.*", r"chat template", "--endpoint completions: the model has no chat template"),
-    _Cause("http_4.*", r"priority", "a server started with --scheduling-policy priority, or leave the priorities out"),
-    _Cause("http_4.*", r"ignore_eos", "--no-ignore-eos: the server does not know ignore_eos"),
-    _Cause("http_4.*", r"temperature", f"--temperature 1, or leave it out with {_LEAVE_OUT.format('temperature')}"),
-    _Cause(
-        "http_4.*",
-        r"stream_options",
-        f"leave it out with {_LEAVE_OUT.format('stream_options')}, if the server reports usage without being asked",
-    ),
-    _Cause("http_4.*", rf"(?=.*{_REFUSED_FIELD}).*max_(completion_)?tokens", _OTHER_LIMIT),
-    _Cause(
-        "http_4.*",
-        rf"{_REFUSED_FIELD}.*(param|argument|field|input|propert)",
-        f"try --no-ignore-eos (ignore_eos is no field of OpenAI's); leave another out with {_LEAVE_OUT.format('NAME')}",
-    ),
-    _Cause(
-        "http_400",
-        "^$",
-        "the server does not say why: it may refuse ids that are no UUID (--no-request-ids), or a field "
-        "(--extra-body, --temperature)",
-    ),
-    _Cause("http_4.*", "", "the server refuses the request: check --endpoint, --extra-body and --temperature"),
-    _Cause("http_3.*", r"completions/\)", "a proxy wants a slash at the end, which the API has not: change its rule"),
-    _Cause("http_3.*", "", "the server points to another URL: give that one as --engine"),
-    _Cause("http_5.*", "", _SERVER_LOG),
-    _Cause("connect_.*", r"certificate", "give the certificate authority with --ca-file, or in SSL_CERT_FILE"),
-    _Cause(
-        "client_limit", "too many open files", "a limit of this machine: raise it with `ulimit -n`, or more --workers"
-    ),
-    _Cause(
-        "client_limit",
-        "assign requested address",
-        "this machine has no free port left to the server: a lower load, or --connections other than per-request",
-    ),
-    _Cause("client_limit", "", "a limit of this machine, not of the server: check its memory and its limits"),
-    _Cause("connect_timeout", "", "a longer --connect-timeout, or a lower load"),
-    _Cause("connect_error", "", "check that the server runs at this URL"),
-    _Cause("(idle|first_token)_timeout", "", "a longer --idle-timeout, or a lower load"),
-    _Cause("total_timeout", "", "a longer --total-timeout, or a lower load"),
-    _Cause(
-        "no_usage", "", "let the server report usage in streams, or give --tokenizer FILE: tokens are then an estimate"
-    ),
-    _Cause("not_json", "", "the server must answer with JSON: check --endpoint and the URL"),
-    _Cause("bad_usage", "", "a fault of the server or of a proxy before it"),
-    _Cause("compressed_stream", "", "switch off compression of text/event-stream in the server or the proxy before it"),
-    _Cause("short_output", "", "--no-ignore-eos, if the server cannot ignore the end-of-sequence token"),
-    _Cause("long_output", "", f"if the server did not take the limit: {_OTHER_LIMIT}"),
-    _Cause("not_a_stream", r"<html|<!doctype", "a log-in page or another service answers: check the URL and the key"),
-    _Cause("not_a_stream", "", "the server must stream its answers (text/event-stream)"),
-    _Cause("error_frame|aborted|truncated|connection_(reset|closed)", "", _SERVER_LOG),
-    _Cause(EARLIER_TURN_FAILED, "", "see the failures of the turns before them"),
-    _Cause("worker_lost", "", "a client process died: check whether memory ran out"),
-    _Cause("node_lost", "", "a client node was lost: check that machine and its network, or use fewer nodes"),
-    _Cause("out_of_memory", "", "a device or topology with more memory, or smaller --max-num-seqs"),
-    _Cause("client_error", "", "a bug in ebbench: please report it with the command"),
-)
+@cache
+def _causes() -> list[tuple[str, str, str]]:
+    return load_toml(Path(__file__).with_name("validity.toml"), _Causes).causes
+
+
+def _remedy(error_class: str, message: str) -> str:
+    """What helps against the first known cause that fits; empty without one."""
+    for of_class, of_message, remedy in _causes():
+        if re.fullmatch(of_class, error_class) and re.search(of_message, message, re.IGNORECASE):
+            return remedy
+    return ""
 
 
 def failures_by_cause(requests: pa.Table, phase: str = "") -> tuple[Failure, ...]:
@@ -158,8 +86,7 @@ def failures_by_cause(requests: pa.Table, phase: str = "") -> tuple[Failure, ...
         return ()
     groups: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for error_class, message, count in _distinct(failed):
-        remedy = next((cause.remedy for cause in _CAUSES if cause.explains(error_class, message)), "")
-        groups.setdefault((error_class, remedy), []).append((message, count))
+        groups.setdefault((error_class, _remedy(error_class, message)), []).append((message, count))
     failures = [
         Failure(error_class, sum(count for _, count in messages), _example(messages), remedy)
         for (error_class, remedy), messages in groups.items()
@@ -296,33 +223,29 @@ FAILURE_LIMIT = 0.01
 """Share of the planned requests from which on failures make a run INVALID."""
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """Conditions of the validity check besides the measurements.
+def invalid_reasons(
+    requests: pa.Table,
+    plan: pa.Table,
+    columns: RequestColumns,
+    metrics: Metrics,
+    *,
+    interrupted: bool = False,
+    paced_sends: bool = True,
+    failure_limit: float = FAILURE_LIMIT,
+    lag_limit_ms: float | None = None,
+) -> tuple[RunWarning, ...]:
+    """All reasons why the run is INVALID; empty for a valid run.
 
     ``paced_sends``: requests are sent at scheduled times, so that lateness is the client's; False in virtual time and
     with a concurrency cap, which makes requests wait. ``failure_limit``: share of planned requests that may fail.
     ``lag_limit_ms``: allowed p99 lateness; None: the value of :func:`lag_limit_ms` for these requests.
     """
-
-    interrupted: bool = False
-    paced_sends: bool = True
-    failure_limit: float = FAILURE_LIMIT
-    lag_limit_ms: float | None = None
-
-
-def invalid_reasons(
-    requests: pa.Table, plan: pa.Table, columns: RequestColumns, metrics: Metrics, conditions: Conditions
-) -> tuple[RunWarning, ...]:
-    """All reasons why the run is INVALID; empty for a valid run."""
-    reasons = [
+    return (
         *_accounting(requests, plan, columns),
-        *_failures(requests, metrics, conditions.failure_limit),
-        *(_lateness(requests, columns, conditions.lag_limit_ms) if conditions.paced_sends else []),
-    ]
-    if conditions.interrupted:
-        reasons.append(warning("interrupted"))
-    return tuple(reasons)
+        *_failures(requests, metrics, failure_limit),
+        *(_lateness(requests, columns, lag_limit_ms) if paced_sends else []),
+        *([warning("interrupted")] if interrupted else []),
+    )
 
 
 def _accounting(requests: pa.Table, plan: pa.Table, columns: RequestColumns) -> list[RunWarning]:
@@ -330,28 +253,20 @@ def _accounting(requests: pa.Table, plan: pa.Table, columns: RequestColumns) -> 
     planned, recorded = plan.column("request_id"), requests.column("request_id")
     if requests.num_rows != plan.num_rows:
         reasons.append(warning("requests-missing", planned=plan.num_rows, recorded=requests.num_rows))
-    repeated = requests.num_rows - pc.count_distinct(recorded).as_py()
-    if repeated:
-        reasons.append(warning("requests-repeated", requests=repeated))
-    unplanned = pc.sum(pc.invert(pc.is_in(recorded, value_set=planned.combine_chunks()))).as_py() or 0
-    if unplanned:
-        reasons.append(warning("requests-unplanned", requests=unplanned))
     unknown = sorted(set(columns.status.tolist()) - set(STATUSES))
     if unknown:
         reasons.append(warning("status-unknown", statuses=unknown))
     claimed, ok = columns.status == "ok", columns.ok
-    untimed = int((claimed & ~ok).sum())
-    if untimed:
-        reasons.append(warning("times-missing", requests=untimed))
-    # null: an answer that has no tokens (embeddings, rerank)
-    silent = int((ok & pc.fill_null(pc.less(requests["output_tokens"], 1), False).to_numpy()).sum())
-    if silent:
-        reasons.append(warning("tokens-missing", requests=silent))
     ordered = (columns.intended <= columns.first_token) & (columns.first_token <= columns.last_token)
-    backwards = int((ok & ~ordered).sum())
-    if backwards:
-        reasons.append(warning("times-backwards", requests=backwards))
-    return reasons
+    wrong = {
+        "requests-repeated": requests.num_rows - pc.count_distinct(recorded).as_py(),
+        "requests-unplanned": pc.sum(pc.invert(pc.is_in(recorded, value_set=planned.combine_chunks()))).as_py() or 0,
+        "times-missing": int((claimed & ~ok).sum()),
+        # null: an answer that has no tokens (embeddings, rerank)
+        "tokens-missing": int((ok & pc.fill_null(pc.less(requests["output_tokens"], 1), False).to_numpy()).sum()),
+        "times-backwards": int((ok & ~ordered).sum()),
+    }
+    return reasons + [warning(code, requests=count) for code, count in wrong.items() if count]
 
 
 def _failures(requests: pa.Table, metrics: Metrics, limit: float) -> list[RunWarning]:

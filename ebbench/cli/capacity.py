@@ -36,12 +36,12 @@ def capacity(
     A TOML file with these settings may stand for the workload, as `ebbench init capacity` writes it.
     """
     from ebbench.runs.file import SEARCH_FILE, asked_for
-    from ebbench.sizing.command import CapacityOutput, capacity_search, search_all
+    from ebbench.sizing.command import capacity_search, search_all
 
     given = settings | ({"vllm_options": vllm_options} if vllm_options else {})
     asked = asked_for(workload, given, SEARCH_FILE)
     directory = None if asked.get("output_dir") is None else Path(asked["output_dir"])
-    search_all(capacity_search(asked), CapacityOutput(directory, plot, as_json, quiet))
+    search_all(capacity_search(asked), directory, plot, as_json=as_json, quiet=quiet)
 
 
 capacity.command_class = RunsCommand  # type: ignore[attr-defined]

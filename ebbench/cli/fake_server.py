@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ebbench.config.options import OptionsOf, grouped
-from ebbench.fakeserver.config import FakeConfig
+from ebbench.fakeserver.config import KINDS, FakeConfig, parse_fault
 
 
 @grouped
@@ -32,7 +32,6 @@ def fake_server(
     ebbench fake-server --port 8000 --ttft-ms 50 --itl-ms 20 --fault reset:every=10,after=5
     """
     from ebbench.errors import UsageError
-    from ebbench.fakeserver.config import parse_fault
     from ebbench.fakeserver.server import run
 
     if fault == ["list"]:
@@ -53,7 +52,6 @@ def fake_server(
 
 
 def _list_faults() -> None:
-    from ebbench.fakeserver.config import KINDS
     from ebbench.render.documents import Console
     from ebbench.render.tables import plain_table
 

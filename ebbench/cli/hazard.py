@@ -105,11 +105,8 @@ def _experiment(table: PaperTable, runs: Path, num_prompts: int | None, *, run: 
 
 
 def _plot(analysed: Hazard, name: str, path: Path) -> None:
-    from ebbench.errors import UsageError
     from ebbench.papers.eb.lengths import hazard_panels
-    from ebbench.render.figures import FORMATS, save
+    from ebbench.render.figures import check_plot, save_plot
 
-    suffix = path.suffix.removeprefix(".")
-    if suffix not in FORMATS:
-        raise UsageError(f"--plot {path} must end in one of {', '.join('.' + known for known in FORMATS)}")
-    save(hazard_panels(analysed, name), path.with_suffix(""), [suffix])
+    check_plot(path)
+    save_plot(hazard_panels(analysed, name), path)

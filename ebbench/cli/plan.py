@@ -32,16 +32,17 @@ def plan(
 
     Exit code 2 if no candidate carries the rate within the limits.
     """
+    from ebbench.render import figures
     from ebbench.render.documents import Console
     from ebbench.sizing import chart, plan_sentences
     from ebbench.sizing.candidates import find_plan
 
     if plot is not None:
-        chart.check_suffix(plot)
+        figures.check_plot(plot)
     messages = Console(stderr=True, highlight=False)
     sized = find_plan({**settings, "workload": workload}, messages, workers=workers, quiet=quiet)
     if plot is not None and sized.deployments.carrying:
-        chart.save_frontier(sized.deployments, bool(sized.prices), plot)
+        figures.save_plot(chart.frontiers(sized), plot)
     if as_json:
         sys.stdout.write(json.dumps(plan_sentences.as_dict(sized), indent=2, allow_nan=False) + "\n")
     else:

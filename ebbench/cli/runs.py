@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ebbench.config.options import AsJson, Format, check_format, given_options, grouped
-from ebbench.errors import UnknownNameError, UsageError
+from ebbench.errors import UsageError
 from ebbench.process.command_line import Command, Group
 from ebbench.runs import stored
 
@@ -46,20 +44,15 @@ def list_all(
 
     Only manifests are read. A capacity search is one row, with its probes.
     """
-    from ebbench.report import listing
+    from ebbench.report.listing import print_list
 
     if context.invoked_subcommand is not None:
         if given := given_options(context, context.params):
             raise UsageError(f"{given[0]} is for the list; give options after `{context.invoked_subcommand}`")
         return
     check_format(style, as_json=as_json)
-    if sort not in stored.SORTS:
-        raise UnknownNameError("order", sort, stored.SORTS)
-    shown = stored.listed(runs or stored.DEFAULT_ROOTS).only(filters).sorted(sort, last, reverse=reverse)
-    if as_json:
-        sys.stdout.write(json.dumps(listing.as_json(shown), indent=2) + "\n")
-    else:
-        listing.print_list(shown, runs or stored.DEFAULT_ROOTS, style)
+    shown = stored.listed(runs).only(filters).sorted(sort, last, reverse=reverse)
+    print_list(shown, "json" if as_json else style)
 
 
 @app.command("show", cls=Command)
@@ -70,7 +63,7 @@ def show(references: References, runs: Roots = None) -> None:
     """
     from ebbench.report.listing import print_described
 
-    print_described(stored.meant(references, runs or stored.DEFAULT_ROOTS).runs)
+    print_described(stored.meant(references, runs).runs)
 
 
 @app.command("rm", cls=Command)
@@ -78,7 +71,7 @@ def remove(references: References, runs: Roots = None, yes: Yes = False) -> None
     """Remove runs. One that is being made is refused, and files that ebbench did not write stay where they are."""
     from ebbench.report.listing import remove_asked
 
-    remove_asked(stored.meant(references, runs or stored.DEFAULT_ROOTS).runs, runs or stored.DEFAULT_ROOTS, yes=yes)
+    remove_asked(stored.meant(references, runs), yes=yes)
 
 
 @app.command("prune", cls=Command)
@@ -93,17 +86,10 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
 ) -> None:
     """Remove the runs that match and are older, beyond a number, or INVALID. Unfinished runs stay."""
-    from ebbench.report.listing import remove_asked
-    from ebbench.sizing.command import prune_probes
+    from ebbench.report.listing import prune_asked
 
-    if probes and (dry_run or keep_last is not None or older_than is not None):
-        raise UsageError("--probes removes no run: leave out --dry-run, --keep-last and --older-than")
-    listing = stored.listed(runs or stored.DEFAULT_ROOTS).only(filters)
-    if probes:
-        typer.echo(prune_probes([run.path for run in listing.runs if run.kind == "search"]))
-    else:
-        chosen = stored.prunable(listing.runs, filters, keep_last, older_than)
-        remove_asked(chosen, runs or stored.DEFAULT_ROOTS, yes=yes, dry_run=dry_run)
+    listing = stored.listed(runs).only(filters)
+    prune_asked(listing, filters, keep_last, older_than, probes=probes, yes=yes, dry_run=dry_run)
 
 
 @app.command("move", cls=Command)
@@ -113,7 +99,7 @@ def move(
     runs: Roots = None,
 ) -> None:
     """Move runs into a directory, also on another disk. One that is being made is refused."""
-    for place in stored.move(stored.meant(references, runs or stored.DEFAULT_ROOTS).runs, to):
+    for place in stored.move(stored.meant(references, runs).runs, to):
         typer.echo(str(place))
 
 
@@ -127,13 +113,7 @@ def export(
     runs: Roots = None,
 ) -> None:
     """Write runs as one archive that another machine unpacks, or in the format of another tool."""
-    from ebbench import export
-    from ebbench.records.run import Run, find_runs
+    from ebbench.export import export_stored
 
-    chosen, written = stored.meant(references, runs or stored.DEFAULT_ROOTS).runs, [output]
-    if kind is None:
-        stored.pack(chosen, output)
-    else:
-        written = export.export([kind], [Run.load(path) for path in find_runs([run.path for run in chosen])], output)
-    for path in written:
+    for path in export_stored(stored.meant(references, runs).runs, kind, output):
         typer.echo(f"wrote {path}", err=True)

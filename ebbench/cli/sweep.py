@@ -64,6 +64,7 @@ def sweep(
     """
     from ebbench.records.run import slug
     from ebbench.render.documents import Console
+    from ebbench.render.live import Work, shown
     from ebbench.sweep import show
     from ebbench.sweep.drive import SweepStore, missing, require_finished, run_sweep, sweep_pool
     from ebbench.sweep.spec import load_sweep, trace_notes
@@ -82,8 +83,8 @@ def sweep(
     chosen = sweep_pool(grid, workers, executor, ray_address, gpus_per_cell)
     if fresh and (kept := store.set_aside()) is not None:
         typer.echo(f"earlier results: {kept}", err=True)
-    with show.progress_on(Console(stderr=True, highlight=False), quiet=quiet) as report:
-        result = run_sweep(grid, store, chosen, spec=spec.read_bytes(), report=report)
+    with shown(Console(stderr=True, highlight=False), Work("sweep", unit="cells"), quiet=quiet) as work:
+        result = run_sweep(grid, store, chosen, spec=spec.read_bytes(), work=work)
     _show_result(result, grid, metric, as_json=as_json)
     require_finished(grid, store, result)
 

@@ -48,12 +48,12 @@ def trend(
     from ebbench.analysis.units import parse_figures, parse_margins
     from ebbench.analysis.verdict import GATED, Rules
     from ebbench.records.run import Run
+    from ebbench.render.figures import check_plot
     from ebbench.report.trend import EXIT_CODES, worst_alert, write
-    from ebbench.sizing.chart import check_suffix
 
     check_format(style, as_json=as_json)
     if plot is not None:
-        check_suffix(plot)
+        check_plot(plot)
     default, single = parse_margins(margin or ())
     figures = parse_figures(metric or ()) or GATED
     if unused := [name for name in single if name not in figures]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ebbench.devices.base import CostModel, Device, DeviceRequest, Parallel
 from ebbench.devices.capacity import kv_cache_bytes, weight_bytes_per_gpu
-from ebbench.devices.costs import decode_shape, mixed_shape, prefill_shape
+from ebbench.devices.costs import decode_shape, measured_devices, mixed_shape, prefill_shape
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.profiles import DeviceProfile, find_model, find_profile, list_devices, list_models
 
@@ -204,7 +204,6 @@ def device_rows() -> list[dict[str, Any]]:
 
 
 def _mixed_source(profile: DeviceProfile) -> str:
-    from ebbench.devices.costs import measured_devices
     from ebbench.devices.surfaces import has_joint_tables
 
     if has_joint_tables(profile.name):

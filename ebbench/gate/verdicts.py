@@ -17,7 +17,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ebbench import __version__
-from ebbench.analysis.documents import Column, Section
+from ebbench.analysis.documents import Column, Section, Value, labels
 from ebbench.analysis.environment import Difference, listed
 from ebbench.analysis.units import label_of, name_of
 from ebbench.analysis.validity import told_once
@@ -29,7 +29,7 @@ from ebbench.gate.self_test import SelfTest, TrialTally
 from ebbench.records import files
 from ebbench.records.warnings import Fact, RunWarning, Texts, counted
 from ebbench.render import numbers
-from ebbench.render.documents import Console, section_tables
+from ebbench.render.documents import Console, section_lines, section_tables
 from ebbench.render.sentences import PAIRING, SKIPPED
 
 
@@ -47,10 +47,9 @@ def self_test_page(done: SelfTest) -> str:
     design = done.equal[0].design
     rules = design.rules
     worst = gate_trials.false_alarms(done.equal)
-    rows = [
-        f"| {ratio:g} | {_count(median)} | {_count(upper)} |"
-        for ratio, median, upper in gate_trials.pairs_by_spread(RATIOS, margin=rules.default_margin)
-    ]
+    by_spread = gate_trials.pairs_by_spread(RATIOS, margin=rules.default_margin)
+    columns = tuple(Column(f"{name}") for name in ("spread over margin", "pairs, median", "pairs, 90th percentile"))
+    rows = tuple((f"{ratio:g}", _count(median), _count(upper)) for ratio, median, upper in by_spread)
     lines = [
         "# The gate tried on itself",
         "",
@@ -80,9 +79,7 @@ def self_test_page(done: SelfTest) -> str:
         "How many pairs equal sides take to pass for one figure, by the standard deviation of the pairs' losses over "
         f"the margin (drawn from a normal distribution; margin {100 * rules.default_margin:g} %).",
         "",
-        "| spread over margin | pairs, median | pairs, 90th percentile |",
-        "|---:|---:|---:|",
-        *rows,
+        *section_lines(Section("", columns, rows)),
         "",
     ]
     return "\n".join(lines)
@@ -118,28 +115,21 @@ def _count(pairs: float) -> str:
 
 
 def _table(head: str, rows: Sequence[tuple[str, TrialTally]], *, pairs: bool = False) -> list[str]:
-    lines = [
-        f"| {head} | trials | failed | passed | inconclusive |" + (" pairs |" if pairs else ""),
-        "|---|---:|---:|---:|---:|" + ("---:|" if pairs else ""),
-    ]
+    names = ("trials", "failed", "passed", "inconclusive", *(["pairs"] if pairs else []))
+    columns = (Column(head, "label"), *map(Column, names))
+    cells: list[tuple[Value, ...]] = []
     for name, tally in rows:
-        shares = " | ".join(_share(count, tally.trials) for count in (tally.failed, tally.passed, tally.inconclusive))
-        taken = [int(count) for count in np.quantile(tally.pairs, (0.5, 0.9), method="higher")] if pairs else []
-        lines.append(f"| {name} | {tally.trials} | {shares} |" + (f" {taken[0]} ({taken[1]}) |" if pairs else ""))
-    return lines
+        shares = [_share(count, tally.trials) for count in (tally.failed, tally.passed, tally.inconclusive)]
+        median, upper = np.quantile(tally.pairs, (0.5, 0.9), method="higher") if pairs else (0, 0)
+        cells.append((name, tally.trials, *shares, *([f"{median:.0f} ({upper:.0f})"] if pairs else [])))
+    return section_lines(Section("", columns, tuple(cells)))
 
 
 def _share(count: int, trials: int) -> str:
-    low, high = wilson(count, trials)
+    from scipy.stats import binomtest  # takes a second
+
+    low, high = binomtest(count, trials).proportion_ci(method="wilson")
     return f"{count / trials:.1%} ({low:.1%}–{high:.1%})"
-
-
-def wilson(count: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """95 % confidence bounds of a share (Wilson's score interval)."""
-    share = count / trials
-    centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
-    reach = z / (1 + z * z / trials) * (share * (1 - share) / trials + z * z / (4 * trials * trials)) ** 0.5
-    return max(0.0, centre - reach), min(1.0, centre + reach)
 
 
 WORDS: dict[Outcome, str] = {"pass": "PASS", "fail": "FAIL", "inconclusive": "INCONCLUSIVE"}
@@ -243,25 +233,26 @@ def show(verdict: Verdict, *, as_json: bool) -> None:
 
 def console(verdict: Verdict, width: int) -> RenderableType:
     """The verdict, its table, and notes, for a terminal of ``width`` characters."""
-    columns = tuple(Column(header, "label" if header in ("figure", "verdict") else "number") for header in HEADERS)
-    tables = section_tables(Section("", columns, tuple(tuple(_cells(entry)) for entry in verdict.judged)), width)
+    tables = section_tables(_section(verdict), width)
     head = Text(f"{WORDS[verdict.outcome]}: {worded_reason(verdict)}.", style=_STYLES[verdict.outcome])
     return Group(head, Text(), *tables, Text(_legend(verdict), style="dim"), *(Text(line) for line in notes(verdict)))
 
 
-HEADERS = ("figure", "baseline", "candidate", "worse by", "95 % interval", "p", "verdict")
-
-
-def _cells(entry: Judged) -> list[str]:
-    return [
-        label_of(entry.figure),
-        _value(entry.figure, entry.baseline),
-        _value(entry.figure, entry.candidate),
-        _percent(entry.loss),
-        interval(entry),
-        f"{entry.p_adjusted:.3f}",
-        _ROWS[entry.outcome] if entry.gated else "advisory",
-    ]
+def _section(verdict: Verdict) -> Section:
+    names = ("baseline", "candidate", "worse by", "95 % interval", "p")
+    rows = tuple(
+        (
+            label_of(entry.figure),
+            numbers.figure(entry.figure, entry.baseline),
+            numbers.figure(entry.figure, entry.candidate),
+            _percent(entry.loss),
+            interval(entry),
+            f"{entry.p_adjusted:.3f}",
+            _ROWS[entry.outcome] if entry.gated else "advisory",
+        )
+        for entry in verdict.judged
+    )
+    return Section("", (*labels("figure"), *map(Column, names), *labels("verdict")), rows)
 
 
 def _legend(verdict: Verdict) -> str:
@@ -369,7 +360,8 @@ def _legal(text: str) -> str:
 def sentence(entry: Judged) -> str:
     """One figure in words."""
     return (
-        f"{label_of(entry.figure)}: {_value(entry.figure, entry.baseline)} -> {_value(entry.figure, entry.candidate)}, "
+        f"{label_of(entry.figure)}: {numbers.figure(entry.figure, entry.baseline)} -> "
+        f"{numbers.figure(entry.figure, entry.candidate)}, "
         f"{_percent(entry.loss)} worse ({interval(entry)}), p = {entry.p_adjusted:.3f}, "
         f"margin {100 * entry.margin:g} %"
     )
@@ -378,22 +370,15 @@ def sentence(entry: Judged) -> str:
 def summary(verdict: Verdict) -> str:
     """A GitHub job summary."""
     icon = {"pass": "✅", "fail": "❌", "inconclusive": "⚠️"}[verdict.outcome]
-    head = list(HEADERS)
-    rows = [[markdown(cell) for cell in _cells(entry)] for entry in verdict.judged]
-    rule = ["---", *["---:"] * (len(head) - 2), "---"]
     lines = [
         f"## {icon} {WORDS[verdict.outcome]}",
         "",
         f"{markdown(worded_reason(verdict))}.",
         "",
-        *([f"| {' | '.join(row)} |" for row in [head, rule, *rows]]),
+        *section_lines(_section(verdict)),
     ]
     lines += ["", _legend(verdict), *(f"- {markdown(line)}" for line in notes(verdict))]
     return "\n".join(lines) + "\n"
-
-
-def _value(figure: str, value: float) -> str:
-    return numbers.duration_ms(value) if figure.endswith("_ms") else numbers.rate(value)
 
 
 def _percent(share: float) -> str:

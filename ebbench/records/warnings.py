@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from ebbench.foreign.documents import load_toml
 
 WARM_CACHE, OTHER_MODEL = "warm-cache", "other-model"
 """Codes of warnings that the figures of a server are not of what was asked for: cached prompts, another model."""
@@ -84,12 +88,13 @@ class RunWarning(Fact, frozen=True, omit_defaults=True):
     @property
     def sentence(self) -> str:
         """What is wrong, without the way out."""
-        return self.message or self.worded(TEXTS)
+        return self.message or self.worded(_texts()[0])
 
     @property
     def way_out(self) -> str:
         """What to do about it; empty if nothing is known."""
-        return self.remedy or (self.worded(WAYS_OUT) if self.code in WAYS_OUT and not self.message else "")
+        ways_out = _texts()[1]
+        return self.remedy or (self.worded(ways_out) if self.code in ways_out and not self.message else "")
 
     def __str__(self) -> str:
         return f"{self.sentence} {self.way_out}".strip()
@@ -523,198 +528,37 @@ def _drafts_modelled(tokens: int, model: str, layers: int, states: bool = False)
     )
 
 
-_LAG_REMEDY = "use more --workers or less load, or allow more with --lag-limit-ms"
-_INVALID: Texts = {
-    "all-failed": "every request failed",
-    "client-late": (
-        f"the client fell behind its schedule: p99 lag {{p99_lag_ms:.1f}} ms, limit {{limit_ms:.4g}} ms; {_LAG_REMEDY}"
-    ),
-    "clocks-apart": (
-        "the clocks of the client nodes agree to {error_ms:.1f} ms only, limit {limit_ms:.4g} ms; synchronise them "
-        "(NTP, PTP), or allow more with --lag-limit-ms"
-    ),
-    "cut-off": "cut off before its end",
-    "decode-out-of-memory": (
-        "decode unit {unit} ran out of memory at {at_s:.2f} s: {held_gib:.1f} GiB of received KV held, "
-        "{size_gib:.2f} GiB more to come, room for {capacity_gib:.1f} GiB; lower the concurrency, add decode instances "
-        "or turn backpressure on"
-    ),
-    "event-loop-stalled": (
-        f"the client's event loop stalled: p99 lag {{p99_lag_ms:.1f}} ms, limit {{limit_ms:.4g}} ms; {_LAG_REMEDY}"
-    ),
-    "interrupted": "interrupted before the plan was complete",
+_WORDED: Texts = {
     "many-failed": _many_failed,
-    "node-lost": "client node {address} was lost ({why}); its unfinished requests are node_lost",
-    "not-stored": "not stored: {error}",
-    "nothing-planned": "no request was planned",
-    "server-died": "{error}",
-    "requests-missing": "{planned} requests planned but {recorded} accounted for",
-    "requests-repeated": "{requests} request ids accounted for more than once",
-    "requests-unplanned": "{requests} requests accounted for that were never planned",
     "status-unknown": lambda statuses: f"unknown request status {', '.join(statuses)}",
-    "times-backwards": "{requests} completed requests have times that run backwards",
-    "times-missing": "{requests} completed requests lack a start, first-token or last-token time",
-    "tokens-missing": "{requests} completed requests have no output token",
-    "worker-died": "client worker {worker} died; its requests are lost",
-    "worker-failed": "client worker {worker} failed: {error}",
-}
-"""Why a run is INVALID."""
-
-TEXTS: Texts = {
-    **_INVALID,
-    SERVER_BUSY: (
-        "These requests and answers keep {needed:.1f} processes of vLLM's API server busy on a data-centre host "
-        "({token_us:g} us per token); vLLM starts {processes}. They are left out here: a real server answers later, or "
-        "fewer requests."
-    ),
     SERVER_LIMITS: lambda busy, processes: (
         f"vLLM's API server is busy for {100 * busy:.0f} % of the time: it limits this run, rather than the GPU."
     ),
-    SERVER_SIMULATED: (
-        "These requests and answers would keep {needed:.2f} processes of vLLM's API server busy on a data-centre host "
-        "({token_us:g} us per token); vLLM starts {processes}, so it is simulated."
-    ),
     "beyond-server": lambda requests: f"{counted(requests, 'request')} beyond the server's max_model_len left out",
-    "budget-below-seqs": (
-        "At most {budget} of up to {seqs} sequences decode per step under budget={budget}; vLLM refuses a token budget "
-        "below --max-num-seqs."
-    ),
-    "directory-lost": (
-        "The output directory was removed or replaced during the run and made again; what else was in it is gone."
-    ),
-    "few-connections": (
-        "{requests} requests that were the first on their connection waited up to {longest_s:.2g} s (median "
-        "{median_s:.2g} s) while later ones, on connections in use, were answered: the server, or a proxy before it, "
-        "serves few connections at a time (threads, a limit), so their latencies are not those of generation; give "
-        "--connections per-request, or a lower load."
-    ),
     "few-requests": _few_requests,
-    "ids-renamed": "{requests} request ids occurred more than once and were made unique",
     "k-always-met": _k_always_met,
     KV_CACHE: _kv_cache,
-    "metrics-unread": "The server's /metrics is {why} and was not read.",
-    "never-active-enough": (
-        "At most {active:,} sequences are active, so with min_active={min_active} EB+ never chooses and stays in mixed "
-        "batches, as v1."
-    ),
-    "no-steady-window": "The load never reached 95 % of its target, so there is no steady throughput.",
-    "nodes-share-machine": (
-        "the {nodes} client nodes share machines ({machines} in all), and nodes of one machine its processors"
-    ),
     "not-ready": _not_ready,
     "odd-usage": _odd_usage,
-    "one-token-answers": (
-        "{single:,} of {answers:,} answers have one token and so no TPOT: they count as within tpot:{tpot_ms:g}."
-    ),
     OTHER_MODEL: _other_model,
-    "other-tokenizer": (
-        "the server counts prompt tokens otherwise than the plan in {differ} of {requests} requests (median "
-        "{median_ratio:.2f} times as many); its counts are used"
-    ),
-    "phases-by-node": (
-        "each client node begins a phase when it has released its own sessions of the phase before, so phases do not "
-        "change at one time on all nodes"
-    ),
-    ESTIMATED_TOKENS: (
-        "The server reported no token counts for {answers:,} of {completed:,} answers: their output tokens are an "
-        "estimate, counted with {by}, and so are TPOT and all figures per token; their prompt tokens are the plan's."
-    ),
     "policy-is-a-label": _label,
-    "power-absent": "No GPU power and energy for this run: {why}.",
     "rebuilt": _rebuilt,
     "shared-times": _shared_times,
     "short-steady-window": _short_steady_window,
-    "spans-lost": "{lost} of {spans} request spans were not accepted by {endpoint}",
     "stated-limits": _stated_limits,
-    "tokenizer-absent": (
-        "--tokenizer {tokenizer} is not available here, so answers without usage fail; give a local tokenizer.json or "
-        "its folder."
-    ),
     WARM_CACHE: _warm_cache,
-    # How a log was read.
-    "block-size-derived": "its hash ids are read as blocks of {block_tokens} tokens, the size that fits all prompts",
     "columns-added": _columns_added,
     "columns-passed-over": (
         lambda columns: f"columns {', '.join(columns)} have similar names and are not used; --columns chooses"
     ),
-    "ends-before-starts": (
-        "requests that end before they start: {requests:,} (first: line {first_line:,}); their ends are not used"
-    ),
     "hits-not-replayed": _hits_not_replayed,
-    "last-message-is-answer": (
-        "the last message of each request, which the assistant says, is taken as the answer to those before"
-    ),
-    "longbench-v2": "LongBench v2 is a data set without times; a prompt is its context, question and choices",
     "rows-left-out": _rows_left_out,
-    "rows-not-in-order": (
-        "rows earlier than the row before: {rows:,} (first: line {first_line:,}); they are put in order"
-    ),
-    "sessions-start-together": (
-        "{files:,} files with a session each: their times count from each session's own start, so that recorded times "
-        "let all sessions begin together; --scenario poisson --request-rate R spreads them"
-    ),
-    "times-are-ends": "its times are those at which requests ended, since it has no durations",
     "turns-by-delay": _turns_by_delay,
-    "users-are-no-sessions": (
-        "requests of one {column} are not taken as one session; --columns session={column} does that"
-    ),
-    # Of plans, devices and engines.
     "attention-scaled": _attention_scaled,
-    "beyond-capacity": (
-        "a real server would not start: vLLM wants room for a request of --max-model-len {max_model_len:,} tokens, and "
-        "{model} on {device} holds {capacity_tokens:,}; give it --max-model-len {capacity_tokens} or less (no request "
-        "here is longer)"
-    ),
-    "beyond-positions": (
-        "a real server would not start: --max-model-len {max_model_len:,} is more than the {positions:,} positions of "
-        "{model}, unless vLLM is told to stretch them (--hf-overrides with rope_scaling)"
-    ),
     "collectives-formula": _collectives_formula,
     "collectives-lent": _collectives_lent,
-    "costs-of-another-device": "the policy computes from the costs of {costs_of}, but runs on {device}",
-    "count-passes": (
-        "the {ranks} ranks of an instance compute prompts in the same passes: start vLLM with "
-        "--prefill-schedule-interval {interval}, by which they count them"
-    ),
     "drafts-modelled": _drafts_modelled,
-    "eager-unknown": "--enforce-eager changes nothing here: only kernel tables know what CUDA graphs save",
-    "experts-divided": (
-        "experts of {model} divided among {gpus} {device} were not measured: those of one GPU, all but their fixed "
-        "part divided by {gpus}"
-    ),
-    "experts-roofline": "experts of {model} were not profiled on {device}: their time is a roofline estimate",
-    # Left one out of h100, h200, b200, l40s and rtx-pro-6000: 9 to 18 % (MXFP4, which has three shapes: 18 to 29 %),
-    # one in ten by 26 to 64 %, in neither direction. A roofline alone is 1.5 to 9 times too fast for few tokens.
-    "experts-scaled": (
-        "experts of {model} ({experts}) were not measured on {device}: those of {measured}, scaled by their traffic "
-        "and arithmetic; shapes measured there are off by 10 to 20 % in the median when scaled so from each other, "
-        "with any batch"
-    ),
-    # InferenceX, 20 rows with at most 8 open on 4 or 8 GPUs; on fewer GPUs -4 %.
-    "experts-few-sequences": (
-        "times per token of mixtures of experts with few sequences on four and more GPUs are 13 % too short in the "
-        "median (up to 28) against measured servers with this GPU: router and choice of experts are not modelled"
-    ),
-    # InferenceX: gpt-oss -11 (B200), -19, -25 % in the median (H100, H200; its servers forced Marlin kernels there, the
-    # tables have Triton's); MiniMax -13, -28 %, prompts of 922 tokens where no CUDA graph held them -27 to -75 %.
-    "experts-first-tokens": (
-        "times to first token of mixtures of experts are too short with few open requests: 11 to 28 % in the median "
-        "against measured servers with this GPU, 30 to 60 % for short prompts beyond the largest CUDA graph (512 "
-        "tokens, unless --max-cudagraph-capture-size says more), whose kernels the host launches one by one"
-    ),
-    "fewer-bits": (
-        "products with weights in {dtype} were not measured on {device}: those in 16 bits stand for their arithmetic, "
-        "and for reading them the same share of the bandwidth; too fast with few tokens where unpacking takes time, "
-        "too slow with many where the GPU has arithmetic in that type"
-    ),
     "fewer-gpus-faster": _fewer_gpus_faster,
-    "fp8-block-launch": (
-        "FP8 products with one scale per block were timed with their launch on {device}, which CUDA graphs hide: the "
-        "launch is taken out, and none is faster than with one scale per tensor"
-    ),
-    "fp8-by-tensor": (
-        "{dtype} kernels were not measured on {device}: those of FP8 with one scale per tensor stand for them"
-    ),
     "fp8-slower": _fp8_slower,
     # Runs of earlier versions, which left the front end out.
     "front-end-unmodelled": lambda front_end_ms, share: (
@@ -727,112 +571,36 @@ TEXTS: Texts = {
         "mean), seen by clients that open a connection for every request: such runs were 29 % too short in the median "
         "against measured servers (13 % too long to 62 too short); --front-end-ms takes your own"
     ),
-    "first-tokens-without-graphs": (
-        "times to first token of prompts of about 1,000 tokens are 30 to 60 % too short on {gpus} {device} against "
-        "measured servers that captured CUDA graphs of decodes only; of prompts of 7,000 tokens 9 to 15 %"
-    ),
     HOST_DOUBTED: _host_doubted,
     HOST_UNFITTED: _host_unfitted,
-    "shrunk": (
-        "Of this probe the requests are kept, without their gaps between tokens (ITL), and no steps: a search has many."
-    ),
-    "images-as-tokens": (
-        "Images count as prompt tokens here; the time of the model's image encoder is not simulated, so TTFT is too "
-        "low."
-    ),
-    "kv-of-mean-request": (
-        "layers of {model} keep a window of tokens or a state: since requests share prefixes, its KV cache is taken to "
-        "hold {tokens:,} tokens, as it does of requests of the mean length ({mean_tokens:,.0f}); of longer ones more "
-        "tokens would fit, of shorter ones fewer"
-    ),
-    "layers-estimated": (
-        "{estimated} of {layers} layers have {what}, which was not measured on {device}: its time is a roofline "
-        "estimate, too fast rather than too slow"
-    ),
-    LIBRARY_ABSENT: "{library} may have what was not measured here: {command}",
-    "linear-cost": (
-        "linear cost model: step time does not grow with context length; good for the controller, coarse for a device"
-    ),
-    "log-read-again": (
-        "{sessions:,} sessions are taken from a log of {log_sessions:,}: it is read again, each time with new contents"
-    ),
-    "log-too-short": (
-        "the log holds {log_sessions:,} sessions where {asker} for {sessions:,}: {log_sessions:,} are sent, since a "
-        "server may have a text that comes again in its prefix cache"
-    ),
-    "mixed-cost-unpublished": (
-        "the mixed-batch cost of {model} on {device} is not published: a mixed step is taken to cost the sum of its "
-        "parts, which flatters mixed batching (v1)"
-    ),
     MIXING_UNMEASURED: _mixing_unmeasured,
-    "model-note": "{model}: {note}",
-    "mxfp8-activations": (
-        "experts in MXFP4 compute with activations in MXFP8 on {device}, as vLLM's recipe for gpt-oss sets it "
-        "(VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8=1); without it steps of gpt-oss take 10 to 50 % longer"
-    ),
-    "not-as-served": "{what}: not measured as served on {device}; {taken}",
-    # InferenceX (0.10.2) and inference-perf (0.11), TPOT of dense models: -2.5 to -7.8 % in the median.
-    "older-vllm": (
-        "--vllm-version {vllm_version} sets defaults and KV cache of that version, not its kernels, CUDA graphs and "
-        "host: those of 0.19 to 0.24 are 2 to 8 % faster in the median than measured servers of 0.10 and 0.11"
-    ),
-    # InferenceX, 13 rows: gpt-oss under 0.13, MiniMax under 0.17 with Triton's experts; median -14 %.
-    "older-vllm-experts": (
-        "times per token of mixtures of experts are 14 % too short in the median (up to 30) on {device} against "
-        "measured servers of vLLM 0.13 to 0.17, whose kernels of experts were slower"
-    ),
-    # GPUStack, 45 runs with all requests at once; on RTX 4090 and, with long random prompts, A100 nothing of it.
-    "older-vllm-queue": (
-        "where requests wait for a place, measured servers of vLLM 0.9 to 0.11 with this GPU were slower than this run "
-        "says: its throughput is too high by 0 to 80 % (one in ten by more, most with prompts of a hundred tokens: "
-        "0.11.0 parses the chat template anew for every request), times to first token 10 to 75 % and times per token "
-        "10 to 60 % too short"
-    ),
     "other-shape": lambda given, model, params: (
         f"{given} has the name of {model} and another shape ({params / 1e9:.2f}B parameters): what is published and "
         "fitted for that model is not used"
     ),
-    "part-of-log": "{sessions:,} of the log's {log_sessions:,} sessions are taken, from a place that the seed draws",
-    "plan-exhausted": (
-        "All {sessions:,} sessions of the plan were released before --duration {duration_s:g} was over; a larger "
-        "--num-prompts fills it."
-    ),
-    "priorities-unverified": (
-        "Requests carry priorities; vLLM schedules by them if it was started with --scheduling-policy priority, which "
-        "it does not report"
-    ),
-    "published-lengths": (
-        "lengths come from the published statistics of {workload}, not from the data set: {why} (--source profile uses "
-        "them without asking the hub)"
-    ),
-    "roofline": (
-        "{model} on {device}: step times come from data-sheet bandwidth and arithmetic rates (roofline); trust them to "
-        "a factor, not to a percent"
-    ),
     "source-too-short": _source_too_short,
     "tokens-estimated": _tokens_estimated,
-    "too-long-dropped": "{dropped} of {requests} requests longer than max_model_len {max_model_len} were dropped",
     "unused-numbers": _unused_numbers,
 }
-"""What is wrong, by code."""
-
-WAYS_OUT: Texts = {
-    SERVER_BUSY: "Add --api-server datacenter, with --api-server-count for several processes.",
+_WORDED_WAYS_OUT: Texts = {
     SERVER_LIMITS: _more_processes,
-    SERVER_SIMULATED: "More processes: --api-server-count; none: --api-server off.",
-    "budget-below-seqs": "Use budget={max_num_seqs} or more, or lower --max-num-seqs to {budget}.",
-    "shrunk": "Its rate and seed make the same run again.",
     "few-requests": _use_more_prompts,
-    "k-always-met": "Give --max-num-seqs {open_requests} to wait for {k} departures.",
-    KV_CACHE: (
-        "More memory for it (--gpu-memory-utilization, --kv-cache-dtype fp8, more GPUs) or less load would change "
-        "these figures."
-    ),
-    "never-active-enough": "Use min_active={active} or less, or more open requests.",
     "no-steady-window": _longer,
     "policy-is-a-label": _state_it,
-    "rebuilt": "Measure it again for figures to rely on.",
     "short-steady-window": _longer,
-    "stated-limits": "Start the server with them.",
 }
-"""What to do about it, by code."""
+
+
+class _Texts(msgspec.Struct, forbid_unknown_fields=True):
+    sentences: dict[str, str]
+    ways_out: dict[str, str]
+
+
+@cache
+def _texts() -> tuple[Texts, Texts]:
+    """What is wrong, and what to do about it, by code."""
+    stored = load_toml(Path(__file__).with_name("warnings.toml"), _Texts)
+    sentences, ways_out = (
+        {code: " ".join(text.split()) for code, text in texts.items()} for texts in (stored.sentences, stored.ways_out)
+    )
+    return {**sentences, **_WORDED}, {**ways_out, **_WORDED_WAYS_OUT}

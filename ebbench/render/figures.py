@@ -139,6 +139,17 @@ def save(chart: Any, stem: Path, formats: Sequence[str] = FORMATS, *, legend: st
     return paths
 
 
+def check_plot(path: Path) -> None:
+    """Raise UsageError unless the name of a picture that was asked for ends in a format."""
+    if path.suffix[1:] not in FORMATS:
+        raise UsageError(f"--plot {path}: the name must end in {', '.join('.' + name for name in FORMATS)}")
+
+
+def save_plot(chart: Any, path: Path) -> None:
+    """Write the chart in the format of the name's suffix. Raises RunError."""
+    save(chart, path.with_suffix(""), [path.suffix[1:]])
+
+
 def save_chart(chart: Any, path: Path, **options: Any) -> None:
     """Write a chart in the format of the path's suffix, whole or not at all. Raises RunError."""
     files.write_with(path, lambda temporary: chart.save(str(temporary), format=path.suffix[1:], **options))

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from ebbench.records.plan import Progress
 from ebbench.render.documents import Console, ProgressEvent
@@ -76,15 +75,25 @@ def in_words(seconds: float) -> str:
 @contextmanager
 def shown(console: Console, work: Work, *, quiet: bool = False) -> Iterator[Work]:
     """Show the work while the block does it. Elsewhere than on a terminal, work of less than 10 s has no line."""
-    if quiet or console.follow is not None:
-        work.follow = None if quiet else console.follow
+    work.follow = None if quiet else console.follow
+    with _display(console, work.describe, lambda: (work.done, work.total), quiet=quiet):
         yield work
-    elif console.is_terminal:
-        with _bars(console, work.describe, lambda: (work.done, work.total), transient=True):
-            yield work
-    else:
-        with in_lines(console, work.describe):
-            yield work
+
+
+def _display(
+    console: Console,
+    describe: Callable[[], str],
+    counts: Callable[[], tuple[int, int]],
+    *,
+    quiet: bool,
+    transient: bool = True,
+) -> AbstractContextManager[None]:
+    """A bar on a terminal, lines elsewhere; nothing where the caller follows the events."""
+    if quiet or console.follow is not None:
+        return nullcontext()
+    if console.is_terminal:
+        return _bars(console, describe, counts, transient=transient)
+    return _in_lines(console, describe)
 
 
 class _Lines:
@@ -107,7 +116,7 @@ def _showing() -> Iterator[None]:
 
 
 @contextmanager
-def in_lines(console: Console, describe: Callable[[], str]) -> Iterator[None]:
+def _in_lines(console: Console, describe: Callable[[], str]) -> Iterator[None]:
     """Say a line while the block runs, in a thread of its own: the block may compute or wait.
 
     A line is due LINES_EVERY_S after the one before it, whichever part of the command that was of: many short runs in a
@@ -172,97 +181,59 @@ def _bars(
         yield
 
 
-class Reporter(Protocol):
-    """An engine observer with a start and an end."""
-
-    def update(self, progress: Progress) -> None:
-        """Process a snapshot."""
-        ...
-
-    def __enter__(self) -> Reporter: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
+@contextmanager
 def reporter(
     console: Console, label: str, planned: int, *, quiet: bool = False, brief: bool = False, known: bool = True
-) -> Reporter:
+) -> Iterator[Snapshots]:
     """A live bar on a terminal, lines elsewhere, no output with ``quiet``.
 
     ``brief``: for one of many runs; it leaves no bar on the screen, and elsewhere it prints only what takes 10 s.
     ``known``: ``planned`` requests will run, so that the time left can be told.
     """
-    return Silent() if quiet else _Shown(console, label, planned, brief=brief, known=known)
+    snapshots = Snapshots(label, planned, known, None if quiet else console.follow)
+    in_lines = not (quiet or brief or console.is_terminal or console.follow)
+    if in_lines:
+        say(console, f"{label}: {count(planned)} requests")
+    try:
+        with _display(console, snapshots.describe, snapshots.counts, quiet=quiet, transient=brief):
+            yield snapshots
+    finally:
+        if in_lines and snapshots.last is not None:
+            say(console, snapshots.describe())
 
 
-class Silent:
-    """A reporter without output."""
+@dataclass
+class Snapshots:
+    """An engine observer: keeps the last snapshot of a run, to show it while the run lasts."""
 
-    def update(self, progress: Progress) -> None:
-        """Do nothing."""
-
-    def __enter__(self) -> Silent:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
-
-
-class _Shown:
-    """Keeps the last snapshot of a run and shows it while the run lasts."""
-
-    def __init__(self, console: Console, label: str, planned: int, *, brief: bool, known: bool) -> None:
-        self._console, self._label, self._planned, self._brief, self._known = console, label, planned, brief, known
-        self._last: Progress | None = None
-        self._began_s = time.monotonic()
-        self._show: AbstractContextManager[None]
-        if console.follow is not None:
-            self._show = nullcontext()
-        elif console.is_terminal:
-            self._show = _bars(console, self._line, self._counts, transient=brief)
-        else:
-            self._show = in_lines(console, self._line)
+    label: str
+    planned: int
+    known: bool
+    follow: Callable[[ProgressEvent], object] | None
+    last: Progress | None = None
+    began_s: float = field(default_factory=time.monotonic)
 
     def update(self, progress: Progress) -> None:
         """Keep the snapshot. The time left counts from the first one that does not wait for a server."""
-        if self._last is None or self._last.waiting_for:
-            self._began_s = time.monotonic()
-        self._last = progress
-        if self._console.follow is not None:
-            self._console.follow(ProgressEvent(self._line(), progress.completed, progress.planned, progress))
+        if self.last is None or self.last.waiting_for:
+            self.began_s = time.monotonic()
+        self.last = progress
+        if self.follow is not None:
+            self.follow(ProgressEvent(self.describe(), progress.completed, progress.planned, progress))
 
-    def __enter__(self) -> _Shown:
-        if self._in_lines:
-            say(self._console, f"{self._label}: {count(self._planned)} requests")
-        self._show.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._show.__exit__(kind, error, trace)
-        if self._last is not None and self._in_lines:
-            say(self._console, self._line())
-
-    @property
-    def _in_lines(self) -> bool:
-        return not self._brief and not self._console.is_terminal and self._console.follow is None
-
-    def _line(self) -> str:
-        elapsed_s = time.monotonic() - self._began_s
-        if self._last is None:
-            return f"{self._label}: {in_words(elapsed_s)} so far"
-        line = f"{self._label}: {describe(self._last)}"
-        done = self._last.completed + sum(self._last.failures.values())
-        left_s = None if self._last.waiting_for or not self._known else time_left_s(elapsed_s, done, self._last.planned)
+    def describe(self) -> str:
+        """What the snapshot tells, with the time left where it is known."""
+        elapsed_s = time.monotonic() - self.began_s
+        if self.last is None:
+            return f"{self.label}: {in_words(elapsed_s)} so far"
+        line = f"{self.label}: {describe(self.last)}"
+        done = self.last.completed + sum(self.last.failures.values())
+        left_s = None if self.last.waiting_for or not self.known else time_left_s(elapsed_s, done, self.last.planned)
         return line if left_s is None else f"{line}  {in_words(left_s)} to go"
 
-    def _counts(self) -> tuple[int, int]:
-        return (0, self._planned) if self._last is None else (self._last.completed, self._last.planned)
+    def counts(self) -> tuple[int, int]:
+        """Completed and planned requests."""
+        return (0, self.planned) if self.last is None else (self.last.completed, self.last.planned)
 
 
 def describe(progress: Progress) -> str:

@@ -47,6 +47,11 @@ def duration_ms(value: float | None) -> str:
     return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:,.1f} s" if seconds < 99.95 else f"{seconds:,.0f} s"
 
 
+def figure(name: str, value: float | None) -> str:
+    """A latency (its name ends in ``_ms``) or a rate."""
+    return duration_ms(value) if name.endswith("_ms") else rate(value)
+
+
 def percent(value: float | None) -> str:
     """A share as ``97.3 %``."""
     return DASH if value is None else f"{100 * value:.1f} %"

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from msgspec import convert
 
 from ebbench.analysis.documents import Column, Document, Section
 from ebbench.analysis.other_tools import LATENCIES, STATISTICS, TOOLS, RunAs
+from ebbench.foreign.documents import read_toml
 
 _RATES = {
     "output_throughput": "output tokens/s", "request_throughput": "requests/s",
@@ -13,47 +17,6 @@ _RATES = {
 }  # fmt: skip
 _UNLIKE = 0.005
 """Share by which a figure must differ before the reason is told."""
-
-_SEND = "counts from the actual send, not from the intended start"
-_TO_LAST = "ends with the last token; counts from the actual send"
-_TO_END = "ends with the response, after the usage message; counts from the actual send"
-_MESSAGES = "one gap per message, however many tokens it carries"
-_BUT_ONE = "divides by all tokens but one, also where several came with the first"
-_FROM_START = "the clock runs from the start of the run to the end of the last response"
-_SENDS = "the clock runs from the first send to the end of the last response"
-_REASONS: Mapping[str, Mapping[str, str]] = {
-    "ttft": dict.fromkeys(("vllm", "sglang", "guidellm", "aiperf", "inference-perf"), _SEND),
-    "tpot": {
-        "vllm": _BUT_ONE,
-        "sglang": f"{_BUT_ONE}; the time ends with the response",
-        "guidellm": "includes the first token: from send to last token over all tokens, answers weighted by tokens",
-        "inference-perf": _BUT_ONE,
-    },
-    "itl": {
-        "vllm": _MESSAGES,
-        "sglang": _MESSAGES,
-        "guidellm": "the mean gap of each answer, weighted by its tokens but one",
-        "aiperf": "the mean gap of each answer (others: TPOT); gaps between messages are its inter-chunk latency",
-        "inference-perf": "one gap per token, also of answers whose tokens all came at once",
-    },
-    "e2el": {"vllm": _TO_LAST, "sglang": _TO_END, "guidellm": _TO_END, "aiperf": _TO_LAST, "inference-perf": _TO_END},
-    "duration_s": {
-        "vllm": _FROM_START, "sglang": _FROM_START, "guidellm": _SENDS,
-        "aiperf": "the clock runs from the first send to the last token", "inference-perf": _SENDS,
-    },
-    "request_goodput": {
-        "vllm": "limits are compared with its own latencies; one token meets any TPOT",
-        "sglang": "limits are compared with its own latencies; one token meets any TPOT",
-        "guidellm": "tpot is compared with its ITL; answers of one token are left out",
-        "aiperf": "tpot is compared with its ITL; an answer of one token is not good",
-        "inference-perf": "limits are compared with its own latencies; an answer of one token is not good",
-    },
-}  # fmt: skip
-_OWN = {
-    "ttft": "from the intended start", "tpot": "tokens that came with the first are not divided by",
-    "itl": "one gap per token, 0 within a message", "e2el": "from the intended start to the last token",
-    "duration_s": "from the first intended start to the last token", "request_goodput": "by the figures above",
-}  # fmt: skip
 
 
 def document(runs: Sequence[RunAs]) -> Document:
@@ -66,7 +29,8 @@ def document(runs: Sequence[RunAs]) -> Document:
     ]
     if any(TOOLS[tool.tool].steps for tool in tools):
         notes.append("Medians and p99 of guidellm are values that occurred, not interpolated ones.")
-    for figure, reasons in _REASONS.items():
+    definitions = convert(read_toml(Path(__file__).with_name("other_tools.toml")), dict[str, dict[str, str]])
+    for figure, reasons in definitions.items():
         unlike = [tool.tool for tool in tools if any(_differs(figure, run, tool.tool) for run in runs)]
         notes += _difference_line(figure, unlike, reasons, len(tools))
     return Document("as", "The same run by the definitions of other tools", sections, tuple(notes))
@@ -107,4 +71,4 @@ def _difference_line(figure: str, tools: Sequence[str], reasons: Mapping[str, st
         f"{'all others' if len(names) == shown > 1 else ', '.join(names)}: {reason}"
         for reason, names in by_reason.items()
     )
-    return [f"{name} (ebbench: {_OWN[figure]}). {explained}."]
+    return [f"{name} (ebbench: {reasons['ebbench']}). {explained}."]

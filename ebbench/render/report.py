@@ -18,7 +18,6 @@ from ebbench.analysis.validity import merge_failures
 from ebbench.render import sentences, tables
 from ebbench.render.documents import Console, section_tables
 from ebbench.render.numbers import count, percent
-from ebbench.render.sentences import doubts_by_case
 
 # The conditions that all runs share, in sentences: machine, load, requests, limits. Tables show what differs.
 
@@ -190,9 +189,8 @@ def render(cases: Sequence[ComparisonCase], *, width: int, all_percentiles: bool
     for section in (part for case in cases for part in tables.parts(case)):
         parts += [Text(), *section_tables(section, width)]
     parts += _conclusions(cases)
-    groups = [group for case in cases for group in case.groups]
     parts += notes("Requests that did not complete", failure_lines(summaries))
-    parts += notes("Keep in mind", [*sentences.missing(groups), *doubts_by_case(cases), *sentences.caveats(groups)])
+    parts += notes("Keep in mind", sentences.keep_in_mind(cases))
     parts += notes("Stored in", [summary.run_dir for summary in summaries])
     return Stack(*parts)
 
@@ -200,16 +198,13 @@ def render(cases: Sequence[ComparisonCase], *, width: int, all_percentiles: bool
 def document(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) -> Document:
     """The same content as a document for Markdown and CSV: tables, and everything else as notes."""
     summaries = [summary for case in cases for summary in case.summaries]
-    groups = [group for case in cases for group in case.groups]
     compared = tables.comparison(cases, all_percentiles=all_percentiles)
     note_lines = [
         *load_and_limits(summaries),
         *compared.notes,
         *(f"{title}: {line}" if title else line for title, lines, _ in sentences.verdicts(cases) for line in lines),
         *(f"Did not complete: {line}" for line in failure_lines(summaries)),
-        *sentences.missing(groups),
-        *doubts_by_case(cases),
-        *sentences.caveats(groups),
+        *sentences.keep_in_mind(cases),
     ]
     parts = [section for case in cases for section in tables.parts(case)]
     return replace(compared, title=machine(summaries), sections=(*compared.sections, *parts), notes=tuple(note_lines))

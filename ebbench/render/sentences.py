@@ -94,13 +94,15 @@ NO_CHANCE = (
 """Shown instead of advice to repeat if every seed gives the same run."""
 
 
-def doubts_by_case(cases: Sequence[ComparisonCase]) -> list[str]:
-    """The doubts of all cases; a doubt that holds in some cases only begins with their titles."""
+def keep_in_mind(cases: Sequence[ComparisonCase]) -> list[str]:
+    """What is missing, doubts, and caveats; a doubt that holds in some cases only begins with their titles."""
     members: dict[str, list[str]] = {}
     for case in cases:
         for line in doubts(case.groups):
             members.setdefault(line, []).append(case.title)
-    return [line if len(titles) == len(cases) else f"{'; '.join(titles)}: {line}" for line, titles in members.items()]
+    told = [line if len(titles) == len(cases) else f"{'; '.join(titles)}: {line}" for line, titles in members.items()]
+    groups = [group for case in cases for group in case.groups]
+    return [*missing(groups), *told, *caveats(groups)]
 
 
 def doubts(groups: Sequence[Group]) -> list[str]:

@@ -155,11 +155,10 @@ def _p(value: float) -> str:
 
 
 def _row(contrast: Contrast) -> tuple[Value, ...]:
-    show = numbers.duration_ms if contrast.figure.endswith("_ms") else numbers.rate
     return (
         label_of(contrast.figure),
-        show(contrast.baseline),
-        show(contrast.value),
+        numbers.figure(contrast.figure, contrast.baseline),
+        numbers.figure(contrast.figure, contrast.value),
         contrast.change,
         _interval(contrast),
         contrast.p_adjusted,

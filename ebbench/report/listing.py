@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from ebbench.records.run import Run, find_runs, read_manifest
 from ebbench.render import numbers
 from ebbench.render.documents import Console, narrowed, rendered, section_tables
 from ebbench.report.page_data import shown_runs
-from ebbench.runs.stored import Listing, StoredRun, check_free, listed, remove
+from ebbench.runs.stored import Listing, StoredRun, Wanted, check_free, listed, prunable, remove
 from ebbench.sizing.chart import stored_capacity
 from ebbench.sizing.sentences import load
 
@@ -44,7 +46,7 @@ _SHARED = ("workload", "policy", "device", "model", "engine", "seed")
 _PROBLEMS = 10
 
 
-def document(listing: Listing, roots: Sequence[Path], width: int | None = None) -> Document:
+def document(listing: Listing, width: int | None = None) -> Document:
     """The list for a terminal of ``width`` characters; None: with all columns."""
     runs = listing.runs
     texts = {name: [of(run) for run in runs] for name, of in _TEXTS.items()}
@@ -53,7 +55,7 @@ def document(listing: Listing, roots: Sequence[Path], width: int | None = None) 
     columns = (Column("run", "label"), Column("begun (UTC)", "label"), *(Column(name, "label") for name in shown),
                Column("size", show=numbers.size, key="bytes"))  # fmt: skip
     rows: list[tuple[Value, ...]] = [
-        (_path(run.path, roots), run.begun, *(texts[name][place] for name in shown), run.size)
+        (_path(run.path, listing.roots), run.begun, *(texts[name][place] for name in shown), run.size)
         for place, run in enumerate(runs)
     ]
     faulty = frozenset(place for place, run in enumerate(runs) if not run.valid)
@@ -96,13 +98,16 @@ def _path(path: Path, roots: Sequence[Path]) -> str:
     return os.fspath(path)
 
 
-def print_list(listing: Listing, roots: Sequence[Path], style: str = "table") -> None:
-    """Print the list; what is left out of it goes to stderr."""
+def print_list(listing: Listing, style: str = "table") -> None:
+    """Print the list, also as JSON; what is left out of it goes to stderr."""
+    if style == "json":
+        print(json.dumps(as_json(listing), indent=2))
+        return
     if style != "table":
-        print(rendered(document(listing, roots), style), end="")
+        print(rendered(document(listing), style), end="")
         return
     console = Console(highlight=False)
-    shown = document(listing, roots, console.width)
+    shown = document(listing, console.width)
     console.say(f"{shown.title}.")
     for section in shown.sections:
         for piece in section_tables(section, console.width):
@@ -111,23 +116,38 @@ def print_list(listing: Listing, roots: Sequence[Path], style: str = "table") ->
         Console(stderr=True, highlight=False).say(note)
 
 
-def remove_asked(chosen: Sequence[StoredRun], roots: Sequence[Path], *, yes: bool, dry_run: bool = False) -> None:
+def remove_asked(chosen: Listing, *, yes: bool, dry_run: bool = False) -> None:
     """List what goes, ask, and remove it. Raises UsageError where nobody can be asked."""
-    if not chosen:
+    if not chosen.runs:
         print("nothing to remove")
         return
-    check_free(chosen)
-    print_list(Listing(tuple(chosen)), roots)
+    check_free(chosen.runs)
+    print_list(replace(chosen, problems={}))
     if dry_run:
         return
     if not yes and not sys.stdin.isatty():
         raise UsageError("nothing was removed; --yes removes what is listed above")
     if not yes:
         typer.confirm("Remove these for good?", abort=True)
-    for run in chosen:
+    for run in chosen.runs:
         for left in remove(run):
             print(visible(f"left in place: {left}, which ebbench did not write"), file=sys.stderr)
-    print(f"removed {len(chosen)}")
+    print(f"removed {len(chosen.runs)}")
+
+
+def prune_asked(
+    listing: Listing, wanted: Wanted, keep_last: int | None, older_than: str | None, *, probes: bool, yes: bool,
+    dry_run: bool,
+) -> None:  # fmt: skip
+    """Remove what :func:`prunable` gives; with ``probes`` only steps of the probes of searches. Raises UsageError."""
+    if not probes:
+        remove_asked(prunable(listing, wanted, keep_last, older_than), yes=yes, dry_run=dry_run)
+    elif dry_run or keep_last is not None or older_than is not None:
+        raise UsageError("--probes removes no run: leave out --dry-run, --keep-last and --older-than")
+    else:
+        from ebbench.sizing.command import prune_probes
+
+        print(prune_probes([run.path for run in listing.runs if run.kind == "search"]))
 
 
 def print_described(runs: Sequence[StoredRun]) -> None:
@@ -168,7 +188,7 @@ def as_json(listing: Listing) -> dict[str, Any]:
     """``runs``, one object each, and ``problems`` by directory."""
     runs = [
         {
-            "path": str(run.path), "kind": run.kind, "begun": run.begun, "begun_unix_ns": run.begun_ns,
+            "path": str(run.path), "kind": run.kind, "begun": run.begun, "begun_unix_ns": run.anchor_unix_ns,
             "workload": run.workload, "scenario": run.scenario, "policy": run.policy, "engine": run.engine,
             "device": run.device, "model": run.model, "seed": run.seed, "valid": run.valid,
             "interrupted": run.interrupted, "name": run.labels.name, "tags": list(run.labels.tags),
@@ -190,7 +210,7 @@ def print_head(paths: Sequence[Path], *, several: bool) -> None:
     """Print a list of many unlike runs, and which searches are left out below these directories."""
     below = listed([path for path in paths if path.is_dir()])
     if several:
-        print_list(below, paths)
+        print_list(replace(below, roots=tuple(paths)))
         print()
     searches = [run for run in below.runs if run.kind == "search" and run.path not in paths]
     if searches:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from ebbench.analysis.cases import ComparisonCase, Group, cases_of_results, result_of
 from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.documents import Column, MeanFigure, Section, Value, text
+from ebbench.analysis.documents import labels as own_labels
 from ebbench.analysis.environment import UNKNOWN_DEVICE, load_of_run, policy_settings
 from ebbench.analysis.metrics import Slo, itl_ns, tpot_ns
 from ebbench.analysis.phases import latencies_ms, run_surfaces
@@ -21,17 +22,11 @@ from ebbench.analysis.summary import Summary, metric_columns
 from ebbench.records.run import MANIFEST, Run
 from ebbench.render import numbers, sentences, tables
 from ebbench.render.report import load_and_limits, machine
-from ebbench.render.sentences import doubts_by_case
 from ebbench.render.timeline import Timeline, make_timeline
 from ebbench.sizing import chart
 from ebbench.sizing.sentences import end_sentence, load
 
 # Capacity searches on the page: a table, what was stopped or refused, and the curves that `--plot` draws, too.
-
-_HEADERS = (
-    "policy", "capacity", "95 % interval", "limited by", "within limits", "TTFT median", "TPOT median",
-    "goodput requests/s", "goodput tokens/s", "probes",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,26 +55,30 @@ def shown_runs(path: Path) -> list[Path]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    by_concurrency = any("capacity_concurrency" in row for row in rows)
-    unit = "open sessions" if by_concurrency else "requests/s"
-    return Table(f"Capacity ({unit})", _HEADERS, tuple(_row(row) for row in rows), f"Limits: {rows[0]['limits']}.")
+    unit = "open sessions" if any("capacity_concurrency" in row for row in rows) else "requests/s"
+    columns = (
+        Column("policy", "label"), Column("capacity", show=_rounded), Column("95 % interval", "label", right=True),
+        Column("limited by", "label"), Column("within limits", show=numbers.percent),
+        Column("TTFT median", show=numbers.duration_ms), Column("TPOT median", show=numbers.duration_ms),
+        Column("goodput requests/s", show=numbers.rate), Column("goodput tokens/s", show=numbers.rate),
+        Column("probes", show=str),
+    )  # fmt: skip
+    section = Section(f"Capacity ({unit})", columns, tuple(map(_row, rows)))
+    return of_section(section, note=f"Limits: {rows[0]['limits']}.")
 
 
-def _row(row: Mapping[str, Any]) -> tuple[TableCell, ...]:
-    capacity, low, high = chart.stored_capacity(row), row["low"], row["high"]
-    interval = numbers.DASH if capacity is None else f"{low:.3g} to {'?' if high is None else f'{high:.3g}'}"
+def _row(row: Mapping[str, Any]) -> tuple[Value, ...]:
+    capacity, high = chart.stored_capacity(row), row["high"]
+    interval = f"{_rounded(row['low'])} to {'?' if high is None else _rounded(high)}"
+    figures = ("attainment", "median_ttft_ms", "median_tpot_ms", "goodput_requests_per_s", "goodput_tokens_per_s")
     return (
-        TableCell(str(row["policy"]), str(row["policy"])),
-        TableCell(numbers.DASH if capacity is None else f"{capacity:.3g}", capacity),
-        TableCell(interval, low),
-        TableCell(str(row["limited_by"]), str(row["limited_by"])),
-        TableCell(numbers.percent(row["attainment"]), row["attainment"]),
-        TableCell(numbers.duration_ms(row["median_ttft_ms"]), row["median_ttft_ms"]),
-        TableCell(numbers.duration_ms(row["median_tpot_ms"]), row["median_tpot_ms"]),
-        TableCell(numbers.rate(row["goodput_requests_per_s"]), row["goodput_requests_per_s"]),
-        TableCell(numbers.rate(row["goodput_tokens_per_s"]), row["goodput_tokens_per_s"]),
-        TableCell(str(row["probes"]), row["probes"]),
-    )
+        str(row["policy"]), capacity, None if capacity is None else interval, str(row["limited_by"]),
+        *(row[name] for name in (*figures, "probes")),
+    )  # fmt: skip
+
+
+def _rounded(value: float) -> str:
+    return f"{value:.3g}"
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -140,12 +139,12 @@ _PART_NOTES = {
 def part_tables(cases: Sequence[ComparisonCase]) -> tuple[Table, ...]:
     """Tables by phase, by class of requests and by session, as far as a case has several of them."""
     sections = [section for case in cases for section in tables.parts(case)]
-    return tuple(of_section(part, part.title, _PART_NOTES[part.title.split()[1].rstrip(":")]) for part in sections)
+    return tuple(of_section(part, note=_PART_NOTES[part.title.split()[1].rstrip(":")]) for part in sections)
 
 
-def of_section(section: Section, title: str, note: str = "") -> Table:
+def of_section(section: Section, title: str = "", note: str = "") -> Table:
     """A section of a document as a sortable table."""
-    headers = tuple(column.name.replace("\n", " ") for column in section.columns)
+    headers = tuple(f"{column.group} {column.name}".strip().replace("\n", " ") for column in section.columns)
     rows = tuple(
         tuple(
             TableCell(
@@ -157,7 +156,7 @@ def of_section(section: Section, title: str, note: str = "") -> Table:
         )
         for place, row in enumerate(section.rows)
     )
-    return Table(title, headers, rows, note)
+    return Table(title or section.title, headers, rows, note)
 
 
 def _stands_out(value: Value, column: Column, faulty: bool) -> bool:
@@ -170,19 +169,16 @@ def _stands_out(value: Value, column: Column, faulty: bool) -> bool:
 
 def failures_tables(summaries: Sequence[Summary], labels: Sequence[str]) -> tuple[Table, ...]:
     """One row per run, error class and cause of requests that did not complete; no table if all completed."""
-    rows = [
-        (
-            TableCell(label, label),
-            TableCell(numbers.count(failure.count), failure.count),
-            TableCell(failure.error_class, failure.error_class),
-            TableCell(failure.example or numbers.DASH, failure.example),
-            TableCell(failure.remedy or numbers.DASH, failure.remedy),
-        )
+    rows = tuple(
+        (label, failure.count, failure.error_class, failure.example or None, failure.remedy or None)
         for label, summary in zip(labels, summaries, strict=True)
         for failure in summary.failures
-    ]
-    headers = ("run", "requests", "error class", "example of the server's message", "what to do")
-    return (Table("Requests that did not complete", headers, tuple(rows)),) if rows else ()
+    )
+    names = ("error class", "example of the server's message", "what to do")
+    section = Section(
+        "Requests that did not complete", (Column("run", "label"), Column("requests"), *own_labels(*names)), rows
+    )
+    return (of_section(section),) if rows else ()
 
 
 def environment_tables(labels: Sequence[str], runs: Sequence[Run]) -> tuple[Table, ...]:
@@ -193,15 +189,13 @@ def environment_tables(labels: Sequence[str], runs: Sequence[Run]) -> tuple[Tabl
     }
     shared = {name: values[:1] for name, values in rows.items() if len(set(values)) == 1}
     own = {name: values for name, values in rows.items() if name not in shared}
-    differing = [Table("Environment", ("", "all runs" if len(runs) > 1 else labels[0]), _text_rows(shared))]
-    if own:
-        differing.append(Table("Where the runs differ", ("", *labels), _text_rows(own)))
-    return tuple(differing)
-
-
-def _text_rows(rows: Mapping[str, Sequence[str]]) -> tuple[tuple[TableCell, ...], ...]:
+    sides = {"Environment": (["all runs" if len(runs) > 1 else labels[0]], shared)}
+    sides |= {"Where the runs differ": (list(labels), own)} if own else {}
     return tuple(
-        (TableCell(name, name), *(TableCell(value, value) for value in values)) for name, values in rows.items()
+        of_section(
+            Section(title, own_labels("", *names), tuple((name, *values) for name, values in rows.items())), title
+        )
+        for title, (names, rows) in sides.items()
     )
 
 
@@ -282,12 +276,11 @@ def report_page(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None,
             seed = f" (seed {group.summaries[0].seed})" if len(group.summaries) > 1 else ""
             if lines := tuple(sentences.why(group.explanations[0])):
                 explanations.append((f"{_series(case, group)}{seed}", lines))
-    doubtful = doubts_by_case(cases)
     return Page(
         title=title or _title(summaries),
         subtitle=(machine(summaries), *load_and_limits(summaries)),
         verdicts=tuple((title, tuple(lines), shown) for title, lines, shown in sentences.verdicts(cases)),
-        warnings=(*notes, *sentences.missing(groups), *doubtful, *sentences.caveats(groups)),
+        warnings=(*notes, *sentences.keep_in_mind(cases)),
         tables=(
             *comparison_tables(cases, all_percentiles=all_percentiles), *failures_tables(summaries, labels), *extra,
             *part_tables(cases),

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -95,7 +96,7 @@ def _section(series: Series, title: str, last: int | None) -> Section:
 
 
 def _figure_columns(trend: Trend, shown: range) -> list[tuple[Column, list[Value]]]:
-    name, show = label_of(trend.figure), numbers.duration_ms if trend.figure.endswith("_ms") else numbers.rate
+    name, show = label_of(trend.figure), partial(numbers.figure, trend.figure)
     values = [trend.values[place] for place in shown]
     changes = {change.place: numbers.change(change.bounds[0]) for change in trend.changes}
     return [
@@ -110,8 +111,7 @@ def _figure_columns(trend: Trend, shown: range) -> list[tuple[Column, list[Value
 def _interval(figure: str, value: PairedInterval | None) -> str:
     if value is None or not math.isfinite(value.high):
         return ""
-    show = numbers.duration_ms if figure.endswith("_ms") else numbers.rate
-    return f"{show(value.low)} to {show(value.high)}"
+    return f"{numbers.figure(figure, value.low)} to {numbers.figure(figure, value.high)}"
 
 
 def sentences(series: Series, title: str) -> list[str]:
@@ -265,7 +265,7 @@ def save_chart(all_series: Sequence[Series], path: Path) -> None:
     """Write the panels of all series, below each other, in the format of the suffix. Raises UnknownNameError."""
     alt = figures.altair()
     rows = [chart(series).properties(title=_title(series, all_series)) for series in all_series]
-    figures.save(alt.vconcat(*rows), path.with_suffix(""), [path.suffix[1:]])
+    figures.save_plot(alt.vconcat(*rows), path)
 
 
 def trend_page(all_series: Sequence[Series]) -> Page:
@@ -273,11 +273,9 @@ def trend_page(all_series: Sequence[Series]) -> Page:
     shown = document(all_series)
     sections = []
     for series, section in zip(all_series, shown.sections, strict=True):
-        grouped = [f"{column.group} {column.name}".strip() for column in section.columns]
-        table = of_section(section, section.title)
         lines = tuple(line.removeprefix(f"{section.title}: ") for line in sentences(series, section.title))
         picture = chart(series).to_dict(validate=False) | {"background": None}
-        sections.append(SearchSection(type(table)(table.title, tuple(grouped), table.rows, table.note), lines, picture))
+        sections.append(SearchSection(of_section(section), lines, picture))
     alert = {"worse": "Worse.", "doubt": "Perhaps worse.", "": "No alert."}[worst_alert(all_series)]
     return Page(
         title="Trend", subtitle=(shown.title,), verdicts=(("", (alert,), False),),

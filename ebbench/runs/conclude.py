@@ -19,7 +19,7 @@ from ebbench.analysis.explain import STEP_COLUMNS, KvPressure, kv_pressure, kv_p
 from ebbench.analysis.metrics import QUANTILES, Metrics, Slo, latency_columns, measure, samples_needed, steady_windows
 from ebbench.analysis.sessions import sessions_table
 from ebbench.analysis.summary import Summary, make_summary
-from ebbench.analysis.validity import Conditions, invalid_reasons
+from ebbench.analysis.validity import invalid_reasons
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import EngineResult, start_notes
@@ -315,29 +315,24 @@ def begin(writer: RunWriter, context: RunContext) -> None:
     writer.begin(_manifest(context, nothing, context.kind_of_time, reasons, ()), context.plan.table)
 
 
-def conclude(writer: RunWriter, context: RunContext, result: EngineResult) -> Run:
-    """Check a result and store it with its plan.
+def conclude(writer: RunWriter, context: RunContext, result: EngineResult) -> tuple[Run, Summary]:
+    """Check a result and store it with its plan. Returns the run and its summary.
 
     Raises NotStoredError, which holds the run, if it cannot be written.
     """
-    return conclude_with_summary(writer, context, result)[0]
-
-
-def conclude_with_summary(writer: RunWriter, context: RunContext, result: EngineResult) -> tuple[Run, Summary]:
-    """:func:`conclude`, also returning the summary, whose metrics are computed for the validity check anyway."""
     result = replace(result, requests=with_plan_columns(result.requests, context.plan.table))
     columns = RequestColumns.of(result.requests)
     windows = steady_windows(columns, phase_facts(context.plan))
     metrics = measure(columns, slo=context.slo, windows=windows)
     clock = context.kind_of_time
     paced = clock == "real" and (context.plan.closed_loop or context.plan.max_concurrency is None)
-    conditions = Conditions(
-        interrupted=result.interrupted, paced_sends=paced, lag_limit_ms=result.facts.get("lag_limit_ms")
-    )
     reasons = (
-        *invalid_reasons(result.requests, context.plan.table, columns, metrics, conditions),
+        *invalid_reasons(
+            result.requests, context.plan.table, columns, metrics,
+            interrupted=result.interrupted, paced_sends=paced, lag_limit_ms=result.facts.get("lag_limit_ms"),
+        ),
         *result.invalid,
-    )
+    )  # fmt: skip
     steps = _plain_steps(result)
     kv = _kv_pressure(context, result, steps)
     warnings = (

@@ -30,7 +30,7 @@ from ebbench.records.run import Run, RunWriter
 from ebbench.records.warnings import SERVER_BUSY, SERVER_LIMITS, SERVER_SIMULATED, RunWarning, warning
 from ebbench.render.documents import Console
 from ebbench.render.live import Work, reporter, shown
-from ebbench.runs.conclude import RunContext, begin, conclude_with_summary, pool_figures
+from ebbench.runs.conclude import RunContext, begin, conclude, pool_figures
 from ebbench.runs.prepare import Prepared, Series, prepare
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import AUTO, DEFAULT_CLASS, OFF, VIRTUAL_TIME, EngineOptions, is_server
@@ -239,7 +239,7 @@ def execute(
             result.uninterrupted()
         if observer is not None:
             observer.update(_last_snapshot(ready.policy, plan, result))
-        run, summary = conclude_with_summary(writer, replace(context, plan=plan), result)
+        run, summary = conclude(writer, replace(context, plan=plan), result)
     return Executed(run, summary, plan, result)
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_VLLM, Declared, declared_in
+from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_VLLM, Declared, declared_in
 from ebbench.engines.base import refuse_server_settings
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml, read_toml
@@ -209,64 +208,32 @@ def _help_text(declared: Declared) -> str:
 # Files to begin with, by what is to be done: the settings that one chooses, and all others that matter as comments.
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file that ``ebbench init`` writes. ``command`` runs it; ``chosen``: what it says, by key; ``left_out``: parts
     of a run whose settings mean nothing to it."""
 
     about: str
     command: str
-    chosen: Mapping[str, Any]
+    chosen: dict[str, Any]
     left_out: tuple[str, ...] = ()
 
 
-_SIMULATED = {"policy": ["v1", "ebplus"], "device": DEFAULT_DEVICE, "model": DEFAULT_MODEL}
-_OF_A_CLIENT, _OF_SIMULATION = ("client",), ("server", "cluster")
-JOBS: Mapping[str, Job] = {
-    "simulation": Job(
-        "Policies compared on a simulated GPU, under one load.", "run",
-        {"workload": "sharegpt", **_SIMULATED, "engine": "sim", "num_prompts": 2000, "max_concurrency": 256,
-         "repeats": 1},
-        _OF_A_CLIENT,
-    ),
-    "server": Job(
-        "A server that runs already, measured over HTTP.", "run",
-        {"workload": "sharegpt", "engine": "http://127.0.0.1:8000", "request_rate": 5.0, "num_prompts": 500,
-         "goodput": "ttft:500 tpot:50", "endpoint": "completions"},
-        _OF_SIMULATION,
-    ),
-    "vllm": Job(
-        "vLLM servers on this machine, started for the run, one per policy.", "run",
-        {"workload": "sharegpt", "engine": "vllm", "policy": ["v1", "ebplus"], "model": DEFAULT_MODEL,
-         "num_prompts": 500, "max_concurrency": 64, "max_num_seqs": 64, "vllm_options": []},
-    ),
-    "log": Job(
-        "Your own traffic: the requests of a log at its own times, on a simulated GPU.", "run",
-        {"workload": "log:requests.jsonl", **_SIMULATED, "engine": "sim", "scenario": "trace", "speed": 1.0,
-         "goodput": "ttft:500 tpot:50"},
-        _OF_A_CLIENT,
-    ),
-    "capacity": Job(
-        "The highest load within latency limits.", "capacity",
-        {"workload": "sharegpt", "goodput": "ttft:500 tpot:50", "attainment": 0.95, "by": "rate", **_SIMULATED,
-         "engine": "sim"},
-        _OF_A_CLIENT,
-    ),
-    "sweep": Job(
-        "A grid of settings: every combination is run.", "sweep",
-        {"workload": "sharegpt", "device": DEFAULT_DEVICE, "model": DEFAULT_MODEL, "engine": "sim",
-         "num_prompts": 1000, "max_concurrency": 256},
-        _OF_A_CLIENT,
-    ),
-}  # fmt: skip
+class _Jobs(msgspec.Struct, forbid_unknown_fields=True):
+    jobs: dict[str, Job]
+
+
+def jobs() -> dict[str, Job]:
+    """The files by what is to be done."""
+    return load_toml(Path(__file__).with_name("jobs.toml"), _Jobs).jobs
+
+
 _GRID = {"policy": ["v1", "ebplus"], "max_num_batched_tokens": [2048, 8192], "max_num_seqs": [64, 256]}
 
 
 def job_file(name: str, path: str) -> str:
     """The file for a job, with the command that runs it. Raises UnknownNameError."""
-    if name not in JOBS:
-        raise UnknownNameError("job", name, JOBS)
-    job = JOBS[name]
+    if (job := jobs().get(name)) is None:
+        raise UnknownNameError("job", name, jobs())
     own = {"run": FURTHER, "capacity": declared_in(SearchCommand), "sweep": {}}[job.command]
     hidden = {"run": (), "capacity": {*SET_BY_SEARCH} - {*own}, "sweep": _GRID}[job.command]
     known = {key: declared for key, declared in {**known_settings(), **own}.items() if key not in hidden}

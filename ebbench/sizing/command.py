@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from ebbench.analysis.metrics import refuse_unknown_classes
 from ebbench.engines.base import Engine, check_counts, refuse_undecided
 from ebbench.engines.setup import make_engine, refuse_limits_on_tokens
@@ -17,20 +19,26 @@ from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageErr
 from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.run import MANIFEST, SEARCH, Run, default_run_dir
+from ebbench.render import figures
+from ebbench.render.documents import Console, section_tables
+from ebbench.render.report import notes
 from ebbench.runs.prepare import Series, device_of, parse_series
+from ebbench.runs.stored import shrink
+from ebbench.sizing import chart, sentences
 from ebbench.sizing.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
 from ebbench.sizing.limits import LatencyLimits, limits_of
+from ebbench.sizing.probe import MEMORY_FULL, memory_full
 from ebbench.sizing.prober import Pace, RunProber, one_server
 from ebbench.spec.commands import SearchCommand, asked_of
 from ebbench.spec.run import stored_form
 from ebbench.spec.server import VIRTUAL_TIME
+from ebbench.workloads.log_report import poisson_instead
 from ebbench.workloads.mixture import check_workload, class_names
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ebbench.devices.base import Device
-    from ebbench.render.documents import Console
     from ebbench.sizing.estimate import Estimate
     from ebbench.sizing.probe import ProbeReading
 
@@ -61,8 +69,6 @@ class CapacitySearch:
     @property
     def notes(self) -> list[str]:
         """A note for all probes if their arrivals are not the workload's own although no others were asked for."""
-        from ebbench.workloads.log_report import poisson_instead
-
         if self.by_concurrency or self.arrivals_given:
             return []
         plan = self.series.spec.plan
@@ -83,16 +89,6 @@ class CapacitySearch:
         self.series.check()
 
 
-@dataclass(frozen=True)
-class CapacityOutput:
-    """Where results go, and in which form."""
-
-    directory: Path | None = None
-    plot: Path | None = None
-    as_json: bool = False
-    quiet: bool = False
-
-
 @dataclass
 class Searched:
     """What a search has found so far, by policy; kept if an error or a signal ends it.
@@ -107,16 +103,12 @@ class Searched:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """One object per policy, as ``--json`` gives them."""
-        from ebbench.sizing.sentences import outcome_rows
-
-        return outcome_rows(self.outcomes, self.search.by_concurrency, self.search.limits, self.search.notes)
+        return sentences.outcome_rows(self.outcomes, self.search.by_concurrency, self.search.limits, self.search.notes)
 
     def store(self) -> None:
         """Write the results into the directory of the search."""
-        from ebbench.sizing.sentences import store
-
         if self.outcomes:
-            store(self.rows, self.folder)
+            sentences.store(self.rows, self.folder)
 
 
 def capacity_search(asked: Mapping[str, Any]) -> CapacitySearch:
@@ -139,26 +131,25 @@ def capacity_search(asked: Mapping[str, Any]) -> CapacitySearch:
     )
 
 
-def search_all(search: CapacitySearch, output: CapacityOutput) -> None:
+def search_all(
+    search: CapacitySearch, directory: Path | None, plot: Path | None = None, *, as_json: bool, quiet: bool
+) -> None:
     """Search for every policy, store and show the results. Raises UsageError, RunError, InterruptedRunError."""
-    from ebbench.render.documents import Console
-    from ebbench.sizing import chart
-
-    if output.plot is not None:
-        chart.check_suffix(output.plot)
+    if plot is not None:
+        figures.check_plot(plot)
     done = Searched(search)
     try:
-        find_capacity(done, output.directory, Console(stderr=True, highlight=False), quiet=output.quiet)
+        find_capacity(done, directory, Console(stderr=True, highlight=False), quiet=quiet)
     except InterruptedRunError:
-        _show(done, output)
+        _show(done, plot, as_json=as_json)
         raise
     except EbbenchError:
         done.outcomes = {name: outcome for name, outcome in done.outcomes.items() if outcome.readings}
         if done.outcomes:
-            _show(done, replace(output, as_json=False))
+            _show(done, plot, as_json=False)
         raise
     refuse_nothing(done.outcomes)
-    _show(done, output)
+    _show(done, plot, as_json=as_json)
 
 
 def find_capacity(done: Searched, directory: Path | None, messages: Console, *, quiet: bool) -> None:
@@ -166,12 +157,19 @@ def find_capacity(done: Searched, directory: Path | None, messages: Console, *, 
 
     Raises UsageError, RunError, InterruptedRunError.
     """
-    search = done.search
+    search, spec = done.search, done.search.series.spec
     search.check()
-    system = _system(search)
-    done.folder, begun = _folder(search, directory), time.monotonic()
+    engine, sentence = make_engine(spec)
+    named = (name for requirement in search.limits.requirements() for name in requirement.name.split())
+    refuse_limits_on_tokens(spec.client, named)
+    refuse_undecided(getattr(engine, "topology", None), search.series.policies)
+    search.series.check_prompts(engine)
+    device = device_of(spec, search.series.policies)
+    done.folder = _folder(search, directory)
     with sole_use(done.folder):
-        _search_all(done, system, messages, begun, quiet=quiet)
+        messages.say(sentence, quiet=quiet)
+        messages.say(sentences.announce(search.limits, search.by_concurrency), quiet=quiet)
+        _search_all(done, engine, device, messages, quiet=quiet)
         shrink_probes(done.folder, [outcome.nearest.run_dir for outcome in done.outcomes.values()])
 
 
@@ -180,9 +178,6 @@ def shrink_probes(folder: Path, nearest: Sequence[str]) -> int:
 
     Returns the bytes that this frees.
     """
-    from ebbench.runs.stored import shrink
-    from ebbench.sizing.probe import MEMORY_FULL, memory_full
-
     whole = {Path(run_dir).name for run_dir in nearest}
     probes = [path.parent for path in folder.rglob(f"*-seed*/{MANIFEST}")] if whole else []
     return sum(
@@ -195,53 +190,26 @@ def prune_probes(folders: Sequence[Path]) -> str:
 
     Raises UsageError if a command works on one.
     """
-    from ebbench.sizing.sentences import load
-
     freed = 0
     for folder in folders:
         with sole_use(folder):
-            freed += shrink_probes(folder, [str(row["nearest_run_dir"]) for row in load(folder)])
+            freed += shrink_probes(folder, [str(row["nearest_run_dir"]) for row in sentences.load(folder)])
     return f"freed {freed / 1e6:.1f} MB of the probes of {len(folders)} searches"
 
 
-@dataclass(frozen=True)
-class _System:
-    """What is searched, checked. ``sentence`` names the engine."""
-
-    series: Series
-    engine: Engine
-    device: Device
-    sentence: str
-
-
-def _system(search: CapacitySearch) -> _System:
-    engine, sentence = make_engine(search.series.spec)
-    named = (name for requirement in search.limits.requirements() for name in requirement.name.split())
-    refuse_limits_on_tokens(search.series.spec.client, named)
-    refuse_undecided(getattr(engine, "topology", None), search.series.policies)
-    search.series.check_prompts(engine)
-    device = device_of(search.series.spec, search.series.policies)
-    return _System(search.series.labelled(engine), engine, device, sentence)
-
-
-def _search_all(done: Searched, system: _System, messages: Console, begun: float, *, quiet: bool) -> None:
-    """``begun``: when the command began, on the monotonic clock."""
-    from ebbench.sizing import sentences
-
-    search, series, outcomes = done.search, system.series, done.outcomes
-    messages.say(system.sentence, quiet=quiet)
-    messages.say(sentences.announce(search.limits, search.by_concurrency), quiet=quiet)
+def _search_all(done: Searched, engine: Engine, device: Device, messages: Console, *, quiet: bool) -> None:
+    search, series, begun = done.search, done.search.series.labelled(engine), time.monotonic()
     try:
         pace = Pace()
         for index, policy in enumerate(series.policies):
             pace.policies_left, pace.left = len(series.policies) - index - 1, 0
             prober = RunProber(
-                replace(series, policies=(policy,)), search.scenario, search.by_concurrency, system.device,
-                system.engine, messages, done.folder, quiet=quiet, pace=pace,
+                replace(series, policies=(policy,)), search.scenario, search.by_concurrency, device, engine, messages,
+                done.folder, quiet=quiet, pace=pace,
             )  # fmt: skip
             budget = _budget(search, begun, len(series.policies) - index)
             with one_server(prober) as kept:
-                outcomes[policy.name] = _search(search, kept, budget, messages)
+                done.outcomes[policy.name] = _search(search, kept, budget, messages)
     except KeyboardInterrupt:
         where = f"probes are kept in {done.folder}, continue with the same command and --output-dir {done.folder}"
         raise InterruptedRunError(f"interrupted; {where}") from None
@@ -259,14 +227,12 @@ def _budget(search: CapacitySearch, begun: float, policies_left: int) -> SearchB
 def refuse_nothing(outcome_by_policy: Mapping[str, SearchOutcome]) -> None:
     """Raise UsageError if no policy can meet the limits, RunError if no probe of any policy was usable."""
     outcomes = list(outcome_by_policy.values())
-    from ebbench.sizing.sentences import ENDS, nothing_usable
-
     refused = [outcome.refused for outcome in outcomes if outcome.refused is not None]
     if len(refused) == len(outcomes):
-        raise UsageError("; ".join(dict.fromkeys(reason.worded(ENDS) for reason in refused)))
+        raise UsageError("; ".join(dict.fromkeys(reason.worded(sentences.ENDS) for reason in refused)))
     if not any(outcome.decided for outcome in outcomes):
         stopped = next((outcome.stopped for outcome in outcomes if outcome.stopped), None)
-        raise RunError(nothing_usable(stopped, probed=any(outcome.readings for outcome in outcomes)))
+        raise RunError(sentences.nothing_usable(stopped, probed=any(outcome.readings for outcome in outcomes)))
 
 
 def _folder(search: CapacitySearch, directory: Path | None) -> Path:
@@ -291,8 +257,6 @@ def _folder(search: CapacitySearch, directory: Path | None) -> Path:
 
 
 def _search(search: CapacitySearch, prober: RunProber, budget: SearchBudget, messages: Console) -> SearchOutcome:
-    from ebbench.sizing import sentences
-
     kind = "virtual" if prober.engine.name in VIRTUAL_TIME else "real"
     plan = search.series.spec.plan
     config = SearchConfig(
@@ -317,17 +281,13 @@ def _search(search: CapacitySearch, prober: RunProber, budget: SearchBudget, mes
     return search_capacity(config, prober, budget, prober.earlier(), seen, prober.pace.ahead)
 
 
-def _show(done: Searched, output: CapacityOutput) -> None:
+def _show(done: Searched, plot: Path | None, *, as_json: bool) -> None:
     """Store the results beside the probes, then print or draw them."""
-    from ebbench.render.documents import Console
-
     rows = done.rows
     done.store()
-    if output.plot is not None and rows:
-        from ebbench.sizing.chart import save_curves
-
-        save_curves(rows, output.plot)
-    if output.as_json:
+    if plot is not None and rows:
+        figures.save_plot(chart.curves(rows), plot)
+    if as_json:
         sys.stdout.write(json.dumps(rows, indent=2, allow_nan=False) + "\n")
     elif done.outcomes:
         console = Console(highlight=False)
@@ -337,12 +297,6 @@ def _show(done: Searched, output: CapacityOutput) -> None:
 
 def parts(done: Searched, width: int) -> list[RenderableType]:
     """The results for a terminal of ``width`` characters: table, curves, remarks, caveats."""
-    from rich.text import Text
-
-    from ebbench.render.documents import section_tables
-    from ebbench.render.report import notes
-    from ebbench.sizing import sentences
-
     search, outcomes = done.search, done.outcomes
     caveats = [*search.notes, *sentences.caveats(outcomes, search.by_concurrency)]
     by_class = sentences.classes(outcomes, search.by_concurrency)

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ebbench.analysis.columns import RequestColumns
 from ebbench.errors import RunError
@@ -21,6 +21,7 @@ from ebbench.records.warnings import Fact, RunWarning, fact
 from ebbench.sizing.estimate import (
     FEWEST,
     SURELY_OVER,
+    USUAL_PROBES,
     Estimate,
     Probe,
     Requirement,
@@ -32,6 +33,9 @@ from ebbench.sizing.estimate import (
 )
 from ebbench.sizing.limits import LatencyLimits
 from ebbench.sizing.probe import FEWEST_PER_OPEN, ProbeReading, least_limits_ms, read_probe, why_invalid
+
+if TYPE_CHECKING:
+    from ebbench.sizing.prober import RunProber
 
 # Finds the load at which requirements stop being met, from noisy probes.
 #
@@ -91,8 +95,6 @@ def next_load(search: SearchSettings, probes: Sequence[Probe]) -> float | None:
     return _refined(search, probes, estimated) if again is None and estimated.half_width > search.precision else again
 
 
-USUAL_PROBES = 10
-"""Probes of a whole search, before its first one tells more."""
 _REFINING = 4
 """Probes from a narrow bracket to the end, before a fit tells more."""
 
@@ -157,18 +159,6 @@ _TRIES = 3
 """Consecutive INVALID runs after which a search stops: the client's machine is too busy or too slow."""
 _NEAR, _NEAR_ABOVE = 1.05, 1.25
 """Loads within this factor of one whose run was too short need runs of the same length."""
-
-
-class Prober(Protocol):
-    """Makes runs. ``load`` is a request rate or a concurrency, depending on the search."""
-
-    def alone(self, sessions: int) -> Run:
-        """Run ``sessions`` sessions one after the other."""
-        ...
-
-    def probe(self, load: float, sessions: int, seed: int) -> Run:
-        """Run ``sessions`` sessions at a load."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -283,7 +273,7 @@ class SearchOutcome:
 
 def search_capacity(
     config: SearchConfig,
-    prober: Prober,
+    prober: RunProber,
     budget: SearchBudget,
     earlier: Sequence[tuple[float, Run]] = (),
     seen: Callable[[ProbeReading, Estimate], None] = lambda _reading, _estimate: None,
@@ -400,7 +390,7 @@ def _long_enough(config: SearchConfig, readings: Sequence[ProbeReading], load: f
     return min(_needed(readings, load), config.longest * config.fewest(load))
 
 
-def _measure_alone(config: SearchConfig, prober: Prober) -> ProbeReading:
+def _measure_alone(config: SearchConfig, prober: RunProber) -> ProbeReading:
     """Measure requests one at a time. Raises RunError if the run is INVALID repeatedly."""
     for _ in range(_TRIES):
         run = prober.alone(config.alone)
@@ -412,14 +402,14 @@ def _measure_alone(config: SearchConfig, prober: Prober) -> ProbeReading:
 def _unreachable(config: SearchConfig, alone: ProbeReading) -> Fact | None:
     """Why no load can meet the limits, with the lowest possible limits; None if requests one at a time meet them."""
     run = Run.load(alone.run_dir)
-    by_requirement = zip(config.limits.requirements(), config.limits.slos(), alone.probe.counts, strict=True)
-    for index, (requirement, slo, count) in enumerate(by_requirement):
+    by_requirement = zip(config.limits.requirements(), alone.probe.counts, strict=True)
+    for index, (requirement, count) in enumerate(by_requirement):
         if count.share >= requirement.share:
             continue
         least = least_limits_ms(run.requests, run.manifest.phases, config.limits, index)
         of = f"{requirement.of_class}: " if requirement.of_class else ""
         return fact(
-            "limits_missed_alone", limits=f"{of}{slo}", met=count.share, required=requirement.share,
+            "limits_missed_alone", limits=f"{of}{requirement.slo}", met=count.share, required=requirement.share,
             least_ms={name: value for name, value in least.items() if 0 < value < math.inf},
             without=[name for name, value in least.items() if math.isinf(value)],
         )  # fmt: skip

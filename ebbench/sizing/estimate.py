@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
+from ebbench.analysis.metrics import Slo
 from ebbench.analysis.statistics import t_quantile
 
 # Fits the share of requests that meet a requirement over log(load), and finds where it crosses the required share.
@@ -28,6 +29,8 @@ _NEAR_LOGITS = 2.5
 """Distance from the crossing, in logits of the fitted share, of probes in the fit: a steep curve uses fewer loads."""
 FEWEST = 5
 """Least number of probes for a fit: two parameters and three residuals."""
+USUAL_PROBES = 10
+"""Probes of a whole search, before its first one tells more."""
 CONFIDENCE = 0.95
 _WIDEST = math.log(2)
 """Wider half intervals, in log(load), are not reported."""
@@ -152,7 +155,7 @@ def _merge_batches(batches: Sequence[tuple[int, int]], merged: int) -> list[tupl
 
 @dataclass(frozen=True)
 class Requirement:
-    """``share`` of the requests must meet the limits named ``name`` (``ttft``, ``tpot``, ``ttft tpot``, ...).
+    """``share`` of the requests must meet the limits ``slo``, named ``name`` (``ttft``, ``tpot``, ``ttft tpot``, ...).
 
     ``of_class``: of which class of requests, whose limits are named ``class:ttft``; None: of all.
     """
@@ -160,6 +163,7 @@ class Requirement:
     name: str
     share: float
     of_class: str | None = None
+    slo: Slo = field(default_factory=Slo, compare=False)
 
 
 @dataclass(frozen=True)

@@ -34,17 +34,16 @@ class Tail:
     of_class: str = ""
 
     @property
-    def slo(self) -> Slo:
-        """This limit alone."""
-        return slo_from_limits({self.metric: self.limit_ms})
-
-    @property
     def name(self) -> str:
         """The latency, after the class whose requests it is of."""
-        return f"{self.of_class}:{self.metric}" if self.of_class else self.metric
+        return _named(self.metric, self.of_class)
 
     def __str__(self) -> str:
         return f"{self.name}:p{100 * self.share:g}:{self.limit_ms:g}"
+
+
+def _named(metric: str, of_class: str | None) -> str:
+    return f"{of_class}:{metric}" if of_class else metric
 
 
 @dataclass(frozen=True)
@@ -66,19 +65,20 @@ class LatencyLimits:
         return [*dict.fromkeys([*self.classes, *(tail.of_class for tail in self.tails if tail.of_class)])]
 
     def requirements(self) -> tuple[Requirement, ...]:
-        """The requirements of the search, in the order of :meth:`slos`: joint ones per class, then percentiles."""
-        others = replace(self.slo, classes=()).limits()
-        joint = [Requirement(" ".join(others), self.attainment, OTHERS if self.classes else None)] if others else []
-        for name in self.classes:
-            metrics = self.slo.of_class(name).limits()
-            joint.append(Requirement(" ".join(f"{name}:{metric}" for metric in metrics), self.attainment, name))
-        return (*joint, *(Requirement(tail.name, tail.share, tail.of_class or None) for tail in self.tails))
-
-    def slos(self) -> tuple[Slo, ...]:
-        """Limits per requirement, in the order of :meth:`requirements`."""
-        others = replace(self.slo, classes=())
-        joint = [others] if others else []
-        return (*joint, *map(self.slo.of_class, self.classes), *(tail.slo for tail in self.tails))
+        """The requirements of the search: joint ones of the other requests and per class, then percentiles."""
+        joint = {OTHERS if self.classes else None: replace(self.slo, classes=())}
+        joint |= {name: self.slo.of_class(name) for name in self.classes}
+        return (
+            *(
+                Requirement(" ".join(_named(metric, of) for metric in slo.limits()), self.attainment, of, slo)
+                for of, slo in joint.items()
+                if slo
+            ),
+            *(
+                Requirement(tail.name, tail.share, tail.of_class or None, slo_from_limits({tail.metric: tail.limit_ms}))
+                for tail in self.tails
+            ),
+        )
 
     def masks(self, columns: RequestColumns) -> list[Mask]:
         """Per requirement, a mask of the requests that it applies to."""

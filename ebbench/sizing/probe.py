@@ -166,7 +166,7 @@ def read_measured(
     runaway = not run.phases and _queue_grows(columns, windows)
     failed = run.reasons if _failed_share(columns) > FAILURE_LIMIT else ""
     masks = limits.masks(columns)
-    met = [meets(columns, counted & columns.ok, slo) for slo in limits.slos()]
+    met = [meets(columns, counted & columns.ok, requirement.slo) for requirement in limits.requirements()]
     counts = tuple(_counts(columns, counted & of, mask) for of, mask in zip(masks, met, strict=True))
     ok, tokens = counted & columns.ok, columns.output_tokens
     good = np.logical_and.reduce([ok, *(mask | ~of for of, mask in zip(masks, met, strict=True))])
@@ -249,10 +249,10 @@ def _correlated(counts: MetCounts) -> bool:
 def _shares(columns: RequestColumns, counted: Mask, limits: LatencyLimits) -> dict[str, float]:
     """Share of the counted requests that met each limit alone."""
     shares = {}
-    by_requirement = list(zip(limits.requirements(), limits.slos(), limits.masks(columns), strict=True))
-    for at, (requirement, slo, of) in enumerate(by_requirement):
+    by_requirement = list(zip(limits.requirements(), limits.masks(columns), strict=True))
+    for at, (requirement, of) in enumerate(by_requirement):
         tail = at - (len(by_requirement) - len(limits.tails))
-        for name, (metric, limit) in zip(requirement.name.split(), slo.limits().items(), strict=True):
+        for name, (metric, limit) in zip(requirement.name.split(), requirement.slo.limits().items(), strict=True):
             met = meets(columns, counted & of & columns.ok, slo_from_limits({metric: limit}))
             key = str(limits.tails[tail]) if tail >= 0 else name
             shares[key] = float(met.sum() / max(1, int((counted & of).sum())))
@@ -334,8 +334,9 @@ def least_limits_ms(
     columns = RequestColumns.of(requests)
     counted, _ = _counted_requests(columns, steady_windows(columns, phases))
     counted = counted & limits.masks(columns)[index]
-    slo, share = limits.slos()[index], limits.requirements()[index].share
-    values = [np.where(columns.ok, limited_ns(columns, name), np.inf)[counted] for name in slo.limits()]
+    requirement = limits.requirements()[index]
+    names, share = tuple(requirement.slo.limits()), requirement.share
+    values = [np.where(columns.ok, limited_ns(columns, name), np.inf)[counted] for name in names]
     ranked = [np.sort(latencies) for latencies in values]
     count = int(counted.sum())
     least = [math.inf] * len(values)
@@ -344,4 +345,4 @@ def least_limits_ms(
         met = np.logical_and.reduce([latencies <= limit for latencies, limit in zip(values, least, strict=True)])
         if met.sum() >= share * count:
             break
-    return {name: limit / NS_PER_MS for name, limit in zip(slo.limits(), least, strict=True)}
+    return {name: limit / NS_PER_MS for name, limit in zip(names, least, strict=True)}

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbench.records.run import MANIFEST, Run, slug, unused
-from ebbench.render.live import in_words
+from ebbench.render.live import Work, in_words, shown
 from ebbench.runs.execute import measured, planned
-from ebbench.sizing.drive import USUAL_PROBES
+from ebbench.sizing.estimate import USUAL_PROBES
 
 if TYPE_CHECKING:
     from ebbench.devices.base import Device
@@ -119,7 +119,6 @@ def one_server(prober: RunProber) -> Iterator[RunProber]:
     started once too. Each run empties their prefix caches first. Raises what the start of a server raises.
     """
     from ebbench.engines.vllm import VllmEngine
-    from ebbench.render.live import Work, shown
 
     engine, quiet = prober.engine, prober.quiet
     if not isinstance(engine, VllmEngine):

@@ -9,8 +9,10 @@ complete no more per second, within a budget.
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,16 +20,22 @@ import numpy as np
 import pyarrow as pa
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.metrics import completed_sessions_per_s, session_ends_ns, steady_windows
+from ebbench.analysis.metrics import Slo, completed_sessions_per_s, session_ends_ns, steady_windows
+from ebbench.engines.sim import SimEngine
 from ebbench.errors import InterruptedRunError, RunError, UsageError
 from ebbench.records import files
 from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan
-from ebbench.records.run import MANIFEST, SEARCH
+from ebbench.records.run import MANIFEST, SEARCH, default_run_dir, unused
 from ebbench.records.warnings import Fact, fact
 from ebbench.runs.execute import run_plan, stoppable
 from ebbench.runs.prepare import without_load
+from ebbench.sizing.drive import SearchBudget, SearchConfig, search_capacity
+from ebbench.sizing.limits import LatencyLimits
+from ebbench.sizing.prober import RunProber, one_server
 from ebbench.sizing.sentences import SATURATION, not_saturated, saturation_begins
+from ebbench.spec.server import VIRTUAL_TIME
+from ebbench.workloads.planner import make_plan
 
 if TYPE_CHECKING:
     from ebbench.config.topology import TopologySpec
@@ -104,14 +112,6 @@ _SESSIONS, _ALONE, _PER_OPEN = 60, 4, 4
 """In real time: fewest sessions per probe, sessions sent one at a time first, counted sessions per open one."""
 
 
-@dataclass(frozen=True)
-class Saturation:
-    """``rate`` in sessions/s; ``measured``: how it was measured."""
-
-    rate: float
-    measured: Fact
-
-
 def with_saturation(
     series: Series, engine: Engine, device: Device, messages: Console, *, beside: Path | None, quiet: bool
 ) -> Series:
@@ -120,7 +120,6 @@ def with_saturation(
     Measured under the first policy, since all policies get the same plan. Raises RunError if nothing could be measured,
     InterruptedRunError if the user stopped it.
     """
-    from ebbench.spec.server import VIRTUAL_TIME
 
     def say(text: str) -> None:
         messages.say(text, quiet=quiet)
@@ -132,8 +131,8 @@ def with_saturation(
         folder = _folder(series, beside)
         say(saturation_begins(series.spec.plan.scenario, BUDGET_S, most, folder))
         saturation = _measured(series, engine, device, messages, folder, most, quiet=quiet)
-    say(saturation.measured.worded(SATURATION))
-    return replace(series, spec=series.spec.changed(saturation_rate=saturation.rate))
+    say(saturation.worded(SATURATION))
+    return replace(series, spec=series.spec.changed(saturation_rate=saturation.values["rate"]))
 
 
 def _units(topology: TopologySpec) -> int:
@@ -143,11 +142,8 @@ def _units(topology: TopologySpec) -> int:
     return pool.units
 
 
-def _simulated(series: Series, engine: Engine, device: Device) -> Saturation:
-    """The saturated rate in simulation. The emulated engine makes the simulator's steps, so it measures for both."""
-    from ebbench.engines.sim import SimEngine
-    from ebbench.workloads.planner import make_plan
-
+def _simulated(series: Series, engine: Engine, device: Device) -> Fact:
+    """The saturated rate. The emulated engine makes the simulator's steps, so simulation measures for both."""
     spec, policy = without_load(series.spec), series.policies[0]
     simulator = engine if isinstance(engine, SimEngine) else SimEngine()
 
@@ -167,22 +163,13 @@ def _simulated(series: Series, engine: Engine, device: Device) -> Saturation:
         )
     rate = _rounded(saturated.per_s)
     elsewhere = simulator is not engine
-    how = fact("simulated", rate=rate, policy=policy.name, sessions=saturated.concurrency, elsewhere=elsewhere)
-    return Saturation(rate, how)
+    return fact("simulated", rate=rate, policy=policy.name, sessions=saturated.concurrency, elsewhere=elsewhere)
 
 
 def _measured(
     series: Series, engine: Engine, device: Device, messages: Console, folder: Path, most: int | None, *, quiet: bool
-) -> Saturation:
+) -> Fact:
     """Rate of completions of the largest closed loops of a capacity search without limits."""
-    import math
-    import time
-
-    from ebbench.analysis.metrics import Slo
-    from ebbench.sizing.drive import SearchBudget, SearchConfig, search_capacity
-    from ebbench.sizing.limits import LatencyLimits
-    from ebbench.sizing.prober import RunProber, one_server
-
     begun = time.monotonic()
     search = SearchConfig(
         limits=LatencyLimits(Slo(), 0.95),
@@ -210,18 +197,15 @@ def _measured(
     return read_saturation(outcome, first.name, time.monotonic() - begun)
 
 
-def read_saturation(outcome: SearchOutcome, policy: str, seconds: float) -> Saturation:
+def read_saturation(outcome: SearchOutcome, policy: str, seconds: float) -> Fact:
     """The highest rate of all loops; with more sessions than a prefix cache serves the largest ones may be slower."""
     usable = sorted((r for r in outcome.readings if r.decides and not r.probe.failed), key=lambda r: r.probe.load)
     if not usable:
         raise RunError(not_saturated(outcome))
     rate = _rounded(max(reading.completed_sessions_per_s for reading in usable))
-    return Saturation(
-        rate,
-        fact(
-            "measured", rate=rate, policy=policy, sessions=usable[-1].probe.load, runs=len(outcome.readings),
-            seconds=seconds, limited_by=outcome.limited_by, stopped=outcome.stopped,
-        ),
+    return fact(
+        "measured", rate=rate, policy=policy, sessions=usable[-1].probe.load, runs=len(outcome.readings),
+        seconds=seconds, limited_by=outcome.limited_by, stopped=outcome.stopped,
     )  # fmt: skip
 
 
@@ -231,8 +215,6 @@ def _rounded(rate: float) -> float:
 
 def _folder(series: Series, beside: Path | None) -> Path:
     """Where the runs of the measurement are stored: beside the command's output directory."""
-    from ebbench.records.run import default_run_dir, unused
-
     if beside is None:
         return default_run_dir(series.spec.plan.workload, "saturation")
     return unused(beside.with_name(f"{beside.name}-saturation"))

@@ -44,17 +44,6 @@ VllmOptions = Annotated[
         show_default=False,
     ),
 ]
-Goodput = Annotated[
-    list[str] | None,
-    opt(
-        "--goodput",
-        help="Limits in ms: ttft:2000 tpot:50 e2el:9000, met by --attainment of the requests; or ttft:p99:2000.",
-        panel=LIMITS,
-    ),
-]
-Attainment = Annotated[
-    float, opt("--attainment", help="Share of the requests that must meet the limits.", panel=LIMITS)
-]
 Tp = Annotated[int, opt("--tp", help="GPUs that share the model by tensor parallelism.", panel=CLUSTER)]
 
 

@@ -6,7 +6,7 @@ import json
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,6 +24,7 @@ from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.run import unused
 from ebbench.records.warnings import counted, shown_text, told_columns
+from ebbench.render.live import Work
 from ebbench.runs.execute import Made, make
 from ebbench.runs.file import plain, plain_type
 from ebbench.runs.key import result_key
@@ -197,30 +198,6 @@ def _real(value: Any) -> float | None:
 
 
 @dataclass(frozen=True)
-class SweepProgress:
-    """Progress of a sweep.
-
-    ``kept``: cells stored before; ``done`` and ``failed``: cells of this call, in ``elapsed_s``.
-    """
-
-    cells: int
-    kept: int
-    done: int
-    failed: int
-    elapsed_s: float
-
-    @property
-    def open(self) -> int:
-        """Number of cells still to run."""
-        return self.cells - self.kept - self.done - self.failed
-
-    @property
-    def cells_per_s(self) -> float:
-        """Cells per second of this call."""
-        return (self.done + self.failed) / self.elapsed_s if self.elapsed_s > 0 else 0.0
-
-
-@dataclass(frozen=True)
 class Failed:
     """A cell that could not be run, with the error."""
 
@@ -230,18 +207,26 @@ class Failed:
 
 @dataclass(frozen=True)
 class Result:
-    """State of a sweep: finished cells in grid order, failed ones, and the progress of this call.
+    """State of a sweep: finished cells in grid order, failed ones, and what this call did.
 
+    ``kept``: cells stored before; ``done``: cells of this call, in ``elapsed_s``, also failed ones.
     ``kept_since_unix_s``: when the oldest cell from before was stored; None without such cells.
     """
 
     sweep: Sweep
     finished: tuple[Finished, ...]
     failed: tuple[Failed, ...]
-    progress: SweepProgress
+    kept: int
+    done: int
+    elapsed_s: float
     interrupted: bool
     results: Path
     kept_since_unix_s: float | None = None
+
+    @property
+    def cells_per_s(self) -> float:
+        """Cells per second of this call."""
+        return self.done / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
     @property
     def invalid(self) -> tuple[Finished, ...]:
@@ -249,68 +234,45 @@ class Result:
         return tuple(entry for entry in self.finished if not entry.measured.valid)
 
 
-class _CellCounts:
-    """Counts the cells of this call by outcome."""
-
-    def __init__(self, sweep: Sweep, todo: int) -> None:
-        self._cells, self._todo, self._started = len(sweep.cells), todo, time.monotonic()
-        self.done = 0
-        self.failed: list[Failed] = []
-
-    def progress(self) -> SweepProgress:
-        """How far the sweep is now."""
-        kept = self._cells - self._todo
-        return SweepProgress(self._cells, kept, self.done, len(self.failed), time.monotonic() - self._started)
-
-
 def run_sweep(
-    sweep: Sweep,
-    store: SweepStore,
-    pool: Pool,
-    *,
-    spec: bytes,
-    report: Callable[[SweepProgress], None],
-    job: Job = make,
+    sweep: Sweep, store: SweepStore, pool: Pool, *, spec: bytes, work: Work | None = None, job: Job = make
 ) -> Result:
-    """Run the missing cells. Ctrl-C ends it early with ``interrupted``; finished cells are kept.
+    """Run the missing cells; ``work`` is told how far it is. Ctrl-C ends it early with ``interrupted``; finished cells
+    are kept.
 
     Cells on external servers run one at a time, after the others. Raises RunError if results cannot be stored,
     DataError if stored ones are damaged, UsageError if another sweep uses the directory.
     """
+    work = work or Work("sweep")
     with sole_use(store.directory):
-        return _run_sweep(sweep, store, pool, spec, report, job)
+        store.open(spec, header_values(sweep.cells))
+        todo = missing(sweep, store)
+        kept_since = store.runs.stored_since(set(sweep.cells).difference(todo))
+        work.total, work.kept = len(sweep.cells), len(sweep.cells) - len(todo)
+        work.done, began_s = work.kept, time.monotonic()
+        failed: list[Failed] = []
 
+        def stored(cell: RunSpec, result: Measured | EbbenchError, outcome: Outcome[Made]) -> None:
+            if isinstance(result, EbbenchError):
+                store.failed(cell, result, outcome.seconds)
+                failed.append(Failed(cell, result))
+                work.doing = f"{len(failed)} failed"
+            else:
+                store.succeeded(cell)
+            work.done += 1
 
-def _run_sweep(
-    sweep: Sweep, store: SweepStore, pool: Pool, spec: bytes, report: Callable[[SweepProgress], None], job: Job
-) -> Result:
-    store.open(spec, header_values(sweep.cells))
-    todo = missing(sweep, store)
-    kept_since = store.runs.stored_since(set(sweep.cells).difference(todo))
-    counts, interrupted = _CellCounts(sweep, len(todo)), False
-
-    def stored(cell: RunSpec, result: Measured | EbbenchError, outcome: Outcome[Made]) -> None:
-        if isinstance(result, EbbenchError):
-            store.failed(cell, result, outcome.seconds)
-            counts.failed.append(Failed(cell, result))
-        else:
-            store.succeeded(cell)
-            counts.done += 1
-        report(counts.progress())
-
-    def run(cells: Sequence[RunSpec], chosen: Pool) -> None:
-        if cells:
-            run_cells(cells, store.runs, chosen, whole=sweep.keep_runs, stored=stored, job=job)
-
-    report(counts.progress())
-    try:
-        run([cell for cell in todo if not is_server(cell.engine)], pool)
-        run([cell for cell in todo if is_server(cell.engine)], InProcess())
-    except KeyboardInterrupt:
-        interrupted = True
-    finished = tuple(store.load(sweep.cells))
-    results = store.write_results(finished)
-    return Result(sweep, finished, tuple(counts.failed), counts.progress(), interrupted, results, kept_since)
+        interrupted = False
+        try:
+            for on_server, chosen in ((False, pool), (True, InProcess())):
+                if cells := [cell for cell in todo if is_server(cell.engine) is on_server]:
+                    run_cells(cells, store.runs, chosen, whole=sweep.keep_runs, stored=stored, job=job)
+        except KeyboardInterrupt:
+            interrupted = True
+        finished, elapsed_s = tuple(store.load(sweep.cells)), time.monotonic() - began_s
+        results = store.write_results(finished)
+    return Result(
+        sweep, finished, tuple(failed), work.kept, work.done - work.kept, elapsed_s, interrupted, results, kept_since
+    )
 
 
 def missing(sweep: Sweep, store: SweepStore) -> list[RunSpec]:
@@ -327,9 +289,6 @@ def summary_lines(errors: Iterable[str], limit: int = 5) -> list[str]:
 
 def named(cells: Sequence[Finished], axes: Sequence[str]) -> list[tuple[str, str]]:
     """Names of finished cells, each with the reasons why it is INVALID."""
-    from ebbench.runs.file import plain
-    from ebbench.spec.run import settings_of
-
     problems = []
     for entry in cells:
         settings = settings_of(entry.cell)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Group as Stack
 from rich.console import RenderableType
@@ -22,14 +21,12 @@ from ebbench.analysis.sensitivity import Sensitivity, least_difference, sensitiv
 from ebbench.analysis.validity import by_settings, told_once
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.render import numbers
-from ebbench.render.documents import Console
-from ebbench.render.live import Work, shown
 from ebbench.render.report import notes
 from ebbench.runs.file import plain
 from ebbench.runs.key import result_key
 from ebbench.spec.run import RunSpec, settings_of
 from ebbench.spec.server import is_server
-from ebbench.sweep.drive import Finished, Result, SweepProgress, named, summary_lines
+from ebbench.sweep.drive import Finished, Result, named, summary_lines
 from ebbench.sweep.spec import Sweep, cell_problem
 
 # Results of a sweep: per policy and setting of the other axes, the best configuration and the sensitivity.
@@ -152,27 +149,6 @@ def _configuration(cell: RunSpec) -> Configuration:
     return cell.server.max_num_batched_tokens, cell.server.max_num_seqs
 
 
-class Report(Protocol):
-    """Receives progress after every cell."""
-
-    def __call__(self, progress: SweepProgress) -> None:
-        """Show the progress."""
-        ...
-
-
-@contextmanager
-def progress_on(console: Console, *, quiet: bool) -> Iterator[Report]:
-    """A bar on a terminal; elsewhere a line every 10 s, and a last one at the end of longer work."""
-    with shown(console, Work("sweep", unit="cells"), quiet=quiet) as work:
-
-        def report(progress: SweepProgress) -> None:
-            work.total, work.kept = progress.cells, progress.kept
-            work.done = progress.cells - progress.open
-            work.doing = f"{progress.failed} failed" if progress.failed else ""
-
-        yield report
-
-
 def dry_run(sweep: Sweep, todo: Sequence[RunSpec]) -> RenderableType:
     """The cells that would run, without running them."""
     lines = [f"{sweep.name}: {len(sweep.cells)} cells, {len(todo)} to run, {len(sweep.cells) - len(todo)} finished"]
@@ -199,7 +175,6 @@ def _values(sweep: Sweep, name: str) -> str:
 
 def console_report(result: Result, bests: Sequence[Finding], metric: str) -> RenderableType:
     """Findings, failures and paths of the results."""
-    p = result.progress
     parts: list[RenderableType] = [
         Text(_heading(result.sweep), style="bold"),
         Text(),
@@ -217,8 +192,13 @@ def console_report(result: Result, bests: Sequence[Finding], metric: str) -> Ren
     if result.invalid:
         parts += [Text(), Text("INVALID, left out above", style="bold red"), *_invalid_lines(result)]
     parts += notes("Keep in mind", caveats(result))
-    timing = f"{p.done} cells in {p.elapsed_s:,.1f} s ({p.cells_per_s:.2f} cells/s)" if p.done else "no new cell"
-    kept = f"{p.kept} from before{_kept_since(result)}"
+    finished = result.done - len(result.failed)
+    timing = (
+        f"{finished} cells in {result.elapsed_s:,.1f} s ({result.cells_per_s:.2f} cells/s)"
+        if finished
+        else "no new cell"
+    )
+    kept = f"{result.kept} from before{_kept_since(result)}"
     parts += [Text(), Text(f"{timing}, {kept}; table: {result.results}")]
     return Stack(*parts)
 
@@ -352,7 +332,7 @@ def to_json(result: Result, bests: Sequence[Finding], metric: str) -> dict[str, 
         "cells": len(result.sweep.cells),
         "behind_api_server": sum(bool(entry.measured.figures.get(API_SERVER)) for entry in result.finished),
         "finished": len(result.finished),
-        "from_before": result.progress.kept,
+        "from_before": result.kept,
         "kept_since_unix_s": result.kept_since_unix_s,
         "failed": [{"key": result_key(e.cell), "error": str(e.error)} for e in result.failed],
         "invalid": [
@@ -360,8 +340,8 @@ def to_json(result: Result, bests: Sequence[Finding], metric: str) -> dict[str, 
             for entry, (where, why) in zip(result.invalid, named(result.invalid, result.sweep.axes), strict=True)
         ],
         "warnings": caveats(result),
-        "elapsed_s": result.progress.elapsed_s,
-        "cells_per_s": result.progress.cells_per_s,
+        "elapsed_s": result.elapsed_s,
+        "cells_per_s": result.cells_per_s,
         "interrupted": result.interrupted,
         "results": str(result.results),
         "metric": metric,

@@ -15,7 +15,7 @@ import msgspec
 
 from ebbench.config.declare import DEFAULT_MODEL
 from ebbench.engines.base import check_options
-from ebbench.engines.setup import make_engine
+from ebbench.engines.setup import ENGINES, make_engine
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml
 from ebbench.runs.file import settings_table, spec_of_file
@@ -233,7 +233,6 @@ def _check_names(cells: Sequence[RunSpec]) -> None:
     from ebbench.analysis.metrics import parse_slo
     from ebbench.devices.loader import check_drafts, load_device
     from ebbench.devices.profiles import as_decoder, find_model, find_profile
-    from ebbench.engines.setup import ENGINES
     from ebbench.traffic.spec import load_scenario
     from ebbench.workloads.mixture import check_workload
 

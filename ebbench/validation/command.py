@@ -10,12 +10,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from ebbench.analysis.documents import Column, Document, Section, labels
 from ebbench.engines.machine import machine_name
 from ebbench.errors import DataError, InterruptedRunError, UsageError
 from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.manifest import wall_clock_ns
+from ebbench.render.documents import Console, as_markdown, as_rich
+from ebbench.render.live import Work, shown
 from ebbench.render.numbers import finite
 from ebbench.validation.drive import Outcomes, validate
 from ebbench.validation.judge import METRICS, Error, GainPrediction, Judgement, MetricVerdict, judge
@@ -208,49 +212,38 @@ def run_validation(question: ValidationQuestion, folder: Path, max_time_s: float
 
     Raises UsageError, RunError, InterruptedRunError.
     """
-    from ebbench.render.documents import Console
-
     messages = Console(stderr=True, highlight=False)
     _open_folder(question, folder)
     with sole_use(folder):
-        return _run_validation(question, folder, max_time_s, messages, as_json=as_json, quiet=quiet)
+        call = Call(sys.argv[1:], wall_clock_ns())
 
+        def say(text: str) -> None:
+            call.sample()
+            messages.say(text, quiet=quiet)
 
-def _run_validation(
-    question: ValidationQuestion, folder: Path, max_time_s: float, messages: Console, *, as_json: bool, quiet: bool
-) -> str:
-    from ebbench.render.documents import Console, as_markdown
-    from ebbench.render.live import Work, shown
-
-    call = Call(sys.argv[1:], wall_clock_ns())
-
-    def say(text: str) -> None:
-        call.sample()
-        messages.say(text, quiet=quiet)
-
-    for line in announce(question, folder, max_time_s):
-        say(line)
-    try:
-        with shown(messages, Work("validate"), quiet=quiet) as work:
-            outcomes = validate(question, folder, TimeBudget(max_time_s), say, work.reached)
-    except KeyboardInterrupt:
-        raise InterruptedRunError(
-            f"interrupted; measurements are kept in {folder}; the same command continues"
-        ) from None
-    finally:
-        call.end()
-        load_average = write_manifest(folder, question, call)
-    judged = judge(outcomes.observations, question.policies[0])
-    machine = describe_machine(question)
-    document = as_document(question, outcomes, judged, machine, load_average)
-    content = as_dict(question, outcomes, judged, machine)
-    files.write_bytes(json.dumps(content, indent=1, allow_nan=False).encode() + b"\n", folder / RESULT)
-    files.write_bytes(f"{as_markdown(document)}\n**{judged.verdict.sentence}.**\n".encode(), folder / TABLES)
-    if as_json:
-        sys.stdout.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
-    else:
-        _show(Console(highlight=False), document, judged, folder)
-    return judged.verdict.word
+        for line in announce(question, folder, max_time_s):
+            say(line)
+        try:
+            with shown(messages, Work("validate"), quiet=quiet) as work:
+                outcomes = validate(question, folder, TimeBudget(max_time_s), say, work.reached)
+        except KeyboardInterrupt:
+            raise InterruptedRunError(
+                f"interrupted; measurements are kept in {folder}; the same command continues"
+            ) from None
+        finally:
+            call.end()
+            load_average = write_manifest(folder, question, call)
+        judged = judge(outcomes.observations, question.policies[0])
+        machine = describe_machine(question)
+        document = as_document(question, outcomes, judged, machine, load_average)
+        content = as_dict(question, outcomes, judged, machine)
+        files.write_bytes(json.dumps(content, indent=1, allow_nan=False).encode() + b"\n", folder / RESULT)
+        files.write_bytes(f"{as_markdown(document)}\n**{judged.verdict.sentence}.**\n".encode(), folder / TABLES)
+        if as_json:
+            sys.stdout.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
+        else:
+            _show(Console(highlight=False), document, judged, folder)
+        return judged.verdict.word
 
 
 def announce(question: ValidationQuestion, folder: Path, max_time_s: float) -> list[str]:
@@ -304,10 +297,6 @@ def _check_same(question: ValidationQuestion, path: Path) -> None:
 
 
 def _show(console: Console, document: Document, judged: Judgement, folder: Path) -> None:
-    from rich.text import Text
-
-    from ebbench.render.documents import as_rich
-
     console.print(as_rich(document, console.width))
     console.print()
     console.print(Text(f"{judged.verdict.sentence}.", style="bold"))

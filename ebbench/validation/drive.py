@@ -14,10 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from ebbench.devices.gridcost import GridCost
 from ebbench.engines.setup import make_engine
@@ -108,21 +109,13 @@ def stored_step_times(folder: Path) -> StepTimes:
     try:
         profile = folder / "profile" / "profile.toml"
         grid = stored["calibration"]["grid"]
-        return StepTimes(
-            profile,
-            profile.with_name("calibration.json"),
-            int(stored["kv_capacity_tokens"]),
-            int(stored["largest_batch_seqs"]),
-            stored["drift"],
-            stored["steps"],
-            stored["prefill_r2"],
-            stored["decode_r2"],
-            stored["mixed_r2"],
-            stored["request_s"],
-            (*grid["prefill"], *chain.from_iterable(grid["decode"])),
-            stored["start_s"],
-            stored["seconds"],
-        )
+        files_and_grid: dict[str, Any] = {
+            "profile": profile,
+            "costs": profile.with_name("calibration.json"),
+            "grid_s": (*grid["prefill"], *chain.from_iterable(grid["decode"])),
+        }
+        names = (own.name for own in fields(StepTimes) if own.name not in files_and_grid)
+        return StepTimes(**files_and_grid, **{name: stored[name] for name in names})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: damaged ({error}); delete {folder} to measure again") from None
 

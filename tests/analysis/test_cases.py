@@ -38,7 +38,7 @@ def made(path: Path, policy: str, *, seed: int = 0, concurrency: int = 8, **fact
     plan = replace(plan, facts={**plan.facts, **facts})
     result = MadeEngine().run(plan, spec, device_of(), options, None)
     with RunWriter.create(path) as writer:
-        return summarise(conclude(writer, RunContext(plan, spec, "sim", device_of(), options, 1), result))
+        return summarise(conclude(writer, RunContext(plan, spec, "sim", device_of(), options, 1), result)[0])
 
 
 @pytest.fixture(scope="module")

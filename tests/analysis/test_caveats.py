@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
+import ebbench
 from ebbench.analysis.validity import by_settings, of_device, told_once
-from ebbench.records.warnings import RunWarning, warning
+from ebbench.records.warnings import RunWarning, _texts, warning
 
 WARNINGS = (
     RunWarning("plan", message="lengths are made up"),
@@ -82,3 +85,11 @@ def test_nested_numbers_have_ranges_and_other_keys_are_another_caveat() -> None:
     assert "some steps take longer on 4 to 8 l40s than on 2 to 4" in both
     assert "decodes 1.25 to 1.50 times" in both
     assert "prompts 1.10 times" in prompts
+
+
+def test_every_caveat_that_the_code_names_has_a_sentence() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in Path(ebbench.__file__).parent.rglob("*.py")]
+    named = {code for text in sources for code in re.findall(r'\bwarning\(\s*"([a-z0-9-]+)"', text)}
+    sentences, ways_out = _texts()
+    assert "cut-off" in named
+    assert named | ways_out.keys() <= sentences.keys()

@@ -30,7 +30,9 @@ def made(path: Path, policy: str, *, seed: int = 0, gap_ms: int | None = None, *
     result = engine.run(plan, parse_policy(policy), device_of(), EngineOptions(), None)
     result = EngineResult(result.requests, tables.get("steps", result.steps), tables.get("decisions", result.decisions))
     with RunWriter.create(path) as writer:
-        return conclude(writer, RunContext(plan, parse_policy(policy), "sim", device_of(), EngineOptions(), 1), result)
+        return conclude(writer, RunContext(plan, parse_policy(policy), "sim", device_of(), EngineOptions(), 1), result)[
+            0
+        ]
 
 
 def test_time_by_phase_and_mode(tmp_path: Path) -> None:

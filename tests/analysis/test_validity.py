@@ -15,7 +15,7 @@ import pytest
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import Slo, measure
 from ebbench.analysis.summary import mean_over_repeats, summarise, summarise_phases
-from ebbench.analysis.validity import Conditions, invalid_reasons
+from ebbench.analysis.validity import invalid_reasons
 from ebbench.engines.base import EngineResult
 from ebbench.errors import DataError
 from ebbench.records.manifest import decode_manifest, encode_manifest
@@ -33,7 +33,7 @@ def reasons(rows: list[dict[str, Any]], planned: int | None = None, **conditions
     table = requests_table(rows)
     columns = RequestColumns.of(table)
     plan = plan_of(len(rows) if planned is None else planned).table
-    return tuple(map(str, invalid_reasons(table, plan, columns, measure(columns), Conditions(**conditions))))
+    return tuple(map(str, invalid_reasons(table, plan, columns, measure(columns), **conditions)))
 
 
 def many(count: int, **values: Any) -> list[dict[str, Any]]:

@@ -45,7 +45,8 @@ def test_each_class_with_limits_is_a_requirement_of_its_own() -> None:
         Requirement("chat:ttft chat:tpot", 0.95, "chat"),
         Requirement("rag:ttft", 0.9, "rag"),
     )
-    assert [slo.limits() for slo in limits.slos()] == [{"ttft": 900}, {"ttft": 100, "tpot": 20}, {"ttft": 500}]
+    limits_ms = [each.slo.limits() for each in limits.requirements()]
+    assert limits_ms == [{"ttft": 900}, {"ttft": 100, "tpot": 20}, {"ttft": 500}]
     assert str(limits) == "ttft:900 chat:ttft:100 chat:tpot:20 for 95 % of each class's requests, rag:ttft:p90:500"
     assert parse_limits(["ttft:500"], 0.95).requirements() == (Requirement("ttft", 0.95),)
 

@@ -11,7 +11,7 @@ from ebbench.sizing.limits import parse_limits
 def test_joint_limits_and_percentiles_become_requirements() -> None:
     limits = parse_limits(["ttft:2000 tpot:50", "ttft:p99:4000"], 0.9)
     assert [(each.name, each.share) for each in limits.requirements()] == [("ttft tpot", 0.9), ("ttft", 0.99)]
-    assert [slo.limits() for slo in limits.slos()] == [{"ttft": 2000, "tpot": 50}, {"ttft": 4000}]
+    assert [each.slo.limits() for each in limits.requirements()] == [{"ttft": 2000, "tpot": 50}, {"ttft": 4000}]
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.errors import InputFileError, UsageError
 from ebbench.records.plan import Plan
 from ebbench.records.warnings import fact
+from ebbench.render.figures import save_plot
 from ebbench.runs.pool import InProcess
-from ebbench.sizing.chart import save_frontier
+from ebbench.sizing.chart import frontiers
 from ebbench.sizing.choose import Costed, DeploymentChoice, DeploymentPlan, choose, on_frontiers
 from ebbench.sizing.deployments import (
     WITHIN,
@@ -376,7 +377,7 @@ def test_both_frontiers_hold_every_deployment_that_no_other_beats(figures: list[
 
 def test_the_plot_has_cost_over_latency_and_throughput_over_speed(tmp_path: Path) -> None:
     found = on_frontiers([costed("h200", 3.5, 20, 6, 5000), costed("l40s", 3.6, 70, 29, 1400)])
-    save_frontier(DeploymentChoice(tuple(found)), True, tmp_path / "frontier.svg")
+    save_plot(frontiers(planned(DeploymentChoice(tuple(found)), PRICES)), tmp_path / "frontier.svg")
     text = (tmp_path / "frontier.svg").read_text()
     for title in ("median TTFT (ms)", "median TPOT (ms)", "cost per hour", "output tokens/s per GPU"):
         assert title in text

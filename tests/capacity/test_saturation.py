@@ -138,8 +138,8 @@ def test_the_highest_rate_counts_and_its_doubts_are_said(limited_by: str, stoppe
     found = read_saturation(
         SearchOutcome(Estimate(8, 8, inf, limited_by, False), readings, READING, stopped), "v1", 30.0
     )
-    assert found.rate == 21.0
-    told = found.measured.worded(SATURATION)
+    assert found.values["rate"] == 21.0
+    told = found.worded(SATURATION)
     assert words in told
     assert "--saturation-rate 21" in told
 

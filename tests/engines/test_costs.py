@@ -133,7 +133,7 @@ def test_unknown_costs_are_not_stored_with_the_run(unprofiled: str, tmp_path: Pa
     device = here("v1")
     with RunWriter.create(tmp_path / "run") as writer:
         context = RunContext(plan, parse_policy("v1"), "vllm", device, EngineOptions(), 0)
-        manifest = conclude(writer, context, result).manifest
+        manifest = conclude(writer, context, result)[0].manifest
     assert manifest.device.startswith(unprofiled)
     assert (manifest.calibration, manifest.kv_capacity_tokens) == (None, None)
     assert manifest.options["max_num_seqs"] == EngineOptions().max_num_seqs
@@ -157,7 +157,7 @@ def test_the_kv_cache_of_a_started_server_is_what_it_reports(
     result = replace(result, facts={**result.facts, "server_reports": reports})
     with RunWriter.create(tmp_path / "run") as writer:
         context = RunContext(plan, parse_policy("v1"), "vllm", here("v1"), EngineOptions(), 0)
-        assert conclude(writer, context, result).manifest.kv_capacity_tokens == tokens
+        assert conclude(writer, context, result)[0].manifest.kv_capacity_tokens == tokens
 
 
 def test_a_request_above_the_estimate_is_not_refused_before_vllm_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

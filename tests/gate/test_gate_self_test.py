@@ -11,7 +11,7 @@ import pytest
 from ebbench.analysis.verdict import MAX_PAIRS, Rules
 from ebbench.gate import self_test as gate_trials
 from ebbench.gate.self_test import Design, Noise, Trial, trial
-from ebbench.gate.verdicts import wilson
+from ebbench.gate.verdicts import _share
 from tests.gate.gate_data import invoke
 
 REPORT = Path(__file__).resolve().parents[2] / "reports" / "gate.md"
@@ -103,9 +103,9 @@ def test_the_report_shows_false_alarms_of_at_most_five_per_cent() -> None:
     assert all(int(trials) >= 1_000 and float(share) <= 5.0 for trials, share in alarms)
 
 
-def test_wilson_bounds_against_a_known_value() -> None:
-    assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
-    assert wilson(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+def test_shares_have_wilson_bounds() -> None:
+    assert _share(0, 10) == "0.0% (0.0%–27.8%)"
+    assert _share(5, 10) == "50.0% (23.7%–76.3%)"
 
 
 def test_the_page_on_the_gate_quotes_the_report() -> None:

@@ -33,7 +33,7 @@ def made_groups(path: Path, *policies: str, gaps: dict[str, int] | None = None, 
         engine.GAP_MS = engine.GAP_MS | (gaps or {})
         result = engine.run(plan, spec, device_of(), EngineOptions(), None)
         with RunWriter.create(path / policy.replace(":", "-")) as writer:
-            run = conclude(writer, RunContext(plan, spec, "sim", device_of(), EngineOptions(), 1), result)
+            run = conclude(writer, RunContext(plan, spec, "sim", device_of(), EngineOptions(), 1), result)[0]
         summaries.append(summarise(run))
         explanations.append(explain(run))
     return group_by_policy(summaries, explanations)

@@ -105,7 +105,7 @@ def test_a_list_needs_no_table_of_a_run(shelf: Path) -> None:
 
 
 def test_a_narrow_list_keeps_what_tells_runs_apart(shelf: Path) -> None:
-    shown = document(listed([shelf]), [shelf], width=48)
+    shown = document(listed([shelf]), width=48)
     [section] = shown.sections
     assert [column.name for column in section.columns] == ["run", "name", "tags", "state", "size"]
     assert section.rows[1][0] == "group/two"

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from ebbench.runs.pool import RayCluster
-from ebbench.sweep.drive import SweepProgress, SweepStore, run_sweep, sweep_pool
+from ebbench.spec.run import RunSpec
+from ebbench.sweep.drive import SweepStore, run_sweep, sweep_pool
 from ebbench.sweep.spec import load_sweep
 from tests.processes.process_tree import assert_gone, descendants, wait_until
 from tests.sweep.sweep_data import TINY, invoke, spec_file
@@ -100,16 +101,19 @@ def test_a_lost_node_costs_no_finished_cell(cluster: object, tmp_path: Path) -> 
     notes.mkdir()
     text = TINY.replace("repeats = 2", "repeats = 12").replace('policy = ["v1", "eb"]', 'policy = ["v1"]')
     spec = spec_file(tmp_path, text + f'tokenizer = "{notes}"\n')
-    sweep, store = load_sweep(spec), SweepStore(tmp_path / "out")
+    done: list[RunSpec] = []
     lost: list[int] = []
 
-    def report(progress: SweepProgress) -> None:
-        if progress.done == 4 and not lost:
-            before = list((tmp_path / "out" / "cells").glob("*/cell.json"))
-            cluster.remove_node(cluster.nodes.pop(), allow_graceful=False)  # type: ignore[attr-defined]
-            lost.append(len(before))
+    class Losing(SweepStore):
+        def succeeded(self, cell: RunSpec) -> None:
+            done.append(cell)
+            if len(done) == 4:
+                before = list((tmp_path / "out" / "cells").glob("*/cell.json"))
+                cluster.remove_node(cluster.nodes.pop(), allow_graceful=False)  # type: ignore[attr-defined]
+                lost.append(len(before))
 
-    result = run_sweep(sweep, store, RayCluster(gpus=1.0), spec=spec.read_bytes(), report=report, job=slow)
+    sweep, store = load_sweep(spec), Losing(tmp_path / "out")
+    result = run_sweep(sweep, store, RayCluster(gpus=1.0), spec=spec.read_bytes(), job=slow)
     assert lost == [4]
     assert (len(result.finished), len(result.failed)) == (12, 0)
     executions = [len(path.read_text().splitlines()) for path in notes.iterdir()]
@@ -133,4 +137,4 @@ def test_more_gpus_than_there_are_is_said_at_once(cluster: object, tmp_path: Pat
     from ebbench.errors import RunError
 
     with pytest.raises(RunError, match=r"no node with 64 GPU\(s\)"):
-        run_sweep(sweep, SweepStore(tmp_path / "out"), RayCluster(gpus=64), spec=b"", report=lambda progress: None)
+        run_sweep(sweep, SweepStore(tmp_path / "out"), RayCluster(gpus=64), spec=b"")

@@ -209,9 +209,7 @@ def test_a_cell_that_kills_its_process_fails_alone(tmp_path: Path) -> None:
     notes.mkdir()
     text = TINY.replace("repeats = 2", "repeats = 6").replace('"v1", "eb"', '"v1"') + f'tokenizer = "{notes}"\n'
     spec = spec_file(tmp_path, text)
-    result = run_sweep(
-        load_sweep(spec), SweepStore(tmp_path / "out"), Processes(2), spec=b"", report=lambda progress: None, job=deadly
-    )
+    result = run_sweep(load_sweep(spec), SweepStore(tmp_path / "out"), Processes(2), spec=b"", job=deadly)
     assert sorted(entry.cell.plan.seed for entry in result.finished) == [0, 1, 3, 4, 5]
     (failed,) = result.failed
     assert failed.cell.plan.seed == 2

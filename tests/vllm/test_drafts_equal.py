@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,10 @@ from ebbench.spec.server import EngineOptions
 from tests.vllm.drawn_policies import draw_policy
 from tests.vllm.emulation import (
     DEVICE,
+    Traffic,
     differences,
     drafting_device,
+    make_plan,
     random_case,
     run_emulated,
     run_sim,
@@ -101,3 +104,31 @@ def test_equal_with_drafts_under_random_settings(seed: int) -> None:
     sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)
     assert differences(sim, emulated) == []
     assert sim.requests["output_tokens"].to_pylist() == plan.table["output_tokens"].to_pylist()
+
+
+def test_decodes_without_a_draft_lower_the_acceptance_of_n_grams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second request never has a draft, the others have each accepted: half of the decodes get a second token."""
+    from ebbench.engines import emulated_core
+    from ebbench.engines.emulated import EmulatedEngine
+
+    made = emulated_core.DraftReader.take_drafts
+    cores: list[Any] = []
+
+    class Kept(EmulatedEngine):
+        def prepare(self, core: Any) -> None:
+            cores.append(core)
+
+    def some(reader: emulated_core.DraftReader) -> Any:
+        drafts = made(reader)
+        found = [
+            tokens if int(name[1:]) % 2 else []
+            for name, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
+        ]
+        return type(drafts)(drafts.req_ids, found)
+
+    monkeypatch.setattr(emulated_core.DraftReader, "take_drafts", some)
+    plan = make_plan(Traffic(sessions=60, concurrency=16))
+    options = EngineOptions(max_num_seqs=16, speculative="method=ngram,tokens=1,acceptance=1", num_kv_blocks=4000)
+    Kept().run(plan, parse_policy("eb:update_every=5"), DEVICE, options)
+    (rate,) = cores[0].scheduler.controller._lengths.drafts.acceptance
+    assert 0.25 < rate < 0.45  # requests without drafts take twice as many steps: two of three decodes
