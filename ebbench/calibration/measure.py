@@ -25,10 +25,10 @@ from ebbench.devices.base import Device
 from ebbench.devices.costs import fixed_and_each
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.engines import machine
-from ebbench.engines.base import Engine, Observer
+from ebbench.engines.base import Engine
 from ebbench.errors import DataError, InputFileError, UsageError
 from ebbench.foreign.documents import read_object
-from ebbench.records.plan import ClosedPhase, Plan
+from ebbench.records.plan import ClosedPhase, Observer, Plan
 from ebbench.records.schema import PLAN
 from ebbench.spec.commands import GridCommand
 from ebbench.spec.server import EngineOptions
