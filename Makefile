@@ -20,7 +20,7 @@ AGAIN = { \
 	echo "$$failed failed beside others:" && test $$failed -le $(MOST_AGAIN) && \
 	$(PY) -m pytest $(LAST_FAILED) -v; }
 
-.PHONY: run dev setup test tests unit fast lowest vllm coverage bytecode lint style types docs notebook picture clean fuzz vllm-tests vllm-next serving hostile nightly
+.PHONY: run dev setup test tests unit fast lowest vllm coverage bytecode lint style types docs notebook picture clean fuzz vllm-tests vllm-next serving hostile properties nightly
 
 run: $(RUN)/.stamp
 	$(RUN)/bin/ebbench run sharegpt --policy v1 --policy eb --policy ebplus --device rtx-pro-6000 --model qwen3-8b
@@ -127,7 +127,7 @@ $(TEST)/.stamp: $(TEST)/.stamp-dev
 	touch $@
 
 # What is too long for every commit.
-nightly: fuzz hostile vllm-tests vllm-next serving
+nightly: fuzz hostile vllm-tests vllm-next serving properties
 
 # Random scenes through vLLM's real scheduler under every policy (make fuzz SCENES=2000).
 SCENES ?= 1000
@@ -142,9 +142,14 @@ vllm-tests: $(TEST)/.stamp
 vllm-next: $(TEST)/.stamp
 	PYTHONPATH=.:patches $(TEST)/bin/python -u -m tests.vllm.upstream.next
 
-# A mix of requests through real servers under the policies that make test leaves out, and without a prefix cache.
+# A mix of requests through real servers under the policies that make test leaves out, and without a prefix cache; further
+# random settings of the real scheduler against the simulator.
 serving: $(TEST)/.stamp
 	$(PYTEST) -m nightly
+
+# Property tests with ten times the examples of make test.
+properties: $(TEST)/.stamp
+	EXAMPLES=thorough $(PYTEST) -m "hypothesis and not vllm"
 
 # Hostile files of every kind that is read, each in a process with little time and memory (make hostile CASES=5000).
 CASES ?= 1000

@@ -72,8 +72,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 OnProgress = Callable[[ProgressEvent], object] | bool | None
 """A function that gets every event; True prints what the command would print; None is silent."""
-WIDTH = 120
-"""Characters per line of ``str(result)``."""
+WIDTH, NOTEBOOK_WIDTH = 120, 96
+"""Characters per line of ``str(result)``, and of the text that a notebook shows."""
 
 
 # Results. Each shows itself: ``print``, ``rich.print``, and as HTML in a notebook.
@@ -292,7 +292,7 @@ class PlanResult(Shown):
     def _repr_html_(self) -> str:
         from ebbench.sizing.chart import frontiers
 
-        text = Console(width=WIDTH, highlight=False, record=True, file=io.StringIO())
+        text = Console(width=NOTEBOOK_WIDTH, highlight=False, record=True, file=io.StringIO())
         text.print(self)
         drawn = _image(frontiers(self.plan)) if self.deployments else ""
         return text.export_html(inline_styles=True, code_format=_PRE) + drawn
@@ -345,7 +345,7 @@ class Comparison(Shown):
         return _html(comparison.document(self.compared))
 
 
-_PRE = '<pre style="line-height:normal">{code}</pre>'
+_PRE = '<pre style="line-height:normal;font-family:monospace">{code}</pre>'
 
 
 def _html(document: Document, chart: Any = None) -> str:

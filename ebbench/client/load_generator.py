@@ -41,6 +41,7 @@ from ebbench.client.verdict import (
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
 from ebbench.network.credentials import redacted
+from ebbench.process.alarm import behind_others
 from ebbench.process.termination import held
 from ebbench.records.plan import Plan, block_tokens, primed
 from ebbench.records.schema import SERVER_METRICS
@@ -285,7 +286,9 @@ async def _drive(
         power = open_power(str(url), options.power, environ, made_up=served.made_up)
         async with _senders(nodes, part, url, served.model, options, id_prefix, environ) as senders:
             watching = telemetry(options, served.model, len(plan), lambda: tally.open_requests)
-            with power or contextlib.nullcontext(), watching as seen:
+            # The workers send and read at their moments; what they report can wait for them.
+            aside = behind_others() if options.workers != 0 else contextlib.nullcontext()
+            with aside, power or contextlib.nullcontext(), watching as seen:
                 tally.followers.append(seen.add)
                 await _run(senders, tally, scraper, plan.release_for_s, interrupts)
                 tally.followers.clear()

@@ -38,6 +38,7 @@ from ebbench.client.response import BODY_LIMIT, LONGEST_MODEL, StreamedResponse,
 from ebbench.client.session_plan import BodiesAhead, SessionPlan, plan_sessions
 from ebbench.network.credentials import redacted
 from ebbench.process.alarm import Alarm, take_short_slices
+from ebbench.process.child import make_room_for_files
 from ebbench.process.interpreter import no_full_collections
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
 from ebbench.spec.client import secrets, spacing_ns
@@ -167,6 +168,7 @@ class OpenSession:
 def worker_process(sockets: WorkerSockets, environ: Mapping[str, str]) -> None:
     """Everything that a process of its own does for a plan."""
     take_short_slices()
+    make_room_for_files()
     uvloop.run(run_worker(sockets, environ))
 
 

@@ -123,19 +123,23 @@ class StartUp:
     """The rules of the versions from ``since`` on.
 
     ``gpu_memory_utilization``: vLLM's default. ``dense``, ``experts``: the trial run of dense models and of mixtures of
-    experts.
+    experts. ``marlin``: experts in MXFP4 are Marlin's on Hopper, too; Triton's kernels came with 0.12 (pull request
+    28788).
     """
 
-    since: tuple[int, int]
+    since: tuple[int, ...]
     gpu_memory_utilization: float
     dense: Trial
     experts: Trial
+    marlin: bool = False
 
 
 STARTS = (
-    # With FlashInfer, as in the official images; without it as in 0.11. Of 0.8 the last, 0.8.5, was read.
-    StartUp((0, 8), 0.90, FUSED, FUSED),
-    StartUp((0, 11), 0.90, SORTS, SORTS),
+    # With FlashInfer, as in the official images; without it as in 0.11.1, whose sampler takes it only if an environment
+    # variable asks for it (vLLM's pull request 26859, after 0.11.0). Of 0.8 the last, 0.8.5, was read.
+    StartUp((0, 8), 0.90, FUSED, FUSED, marlin=True),
+    StartUp((0, 11, 1), 0.90, SORTS, SORTS, marlin=True),
+    StartUp((0, 12), 0.90, SORTS, SORTS),
     StartUp((0, 17), 0.90, FILTERS, FILTERS),
     StartUp((0, 20), 0.92, FILTERS_GRAPHS, FILTERS_GRAPHS),
     StartUp((0, 25), 0.92, SECOND, FILTERS_GRAPHS),
@@ -161,7 +165,7 @@ def start_up(version: str = DEFAULT_VLLM) -> StartUp:
     release = parse_release(version)
     if release is None:
         raise UsageError(f"--vllm-version must be like {DEFAULT_VLLM} or 0.25.1, not {version!r}")
-    if not STARTS[0].since <= release <= NEWEST:
+    if release < STARTS[0].since or release[:2] > NEWEST:
         oldest, newest = (".".join(map(str, release_numbers)) for release_numbers in (STARTS[0].since, NEWEST))
         raise UsageError(
             f"how vLLM {version} sizes its KV cache is not known here, {oldest} to {newest} are; take the nearest of "

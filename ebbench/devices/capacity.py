@@ -51,7 +51,7 @@ def kv_capacity_tokens(
     share = start.gpu_memory_utilization if gpu_memory_utilization is None else gpu_memory_utilization
     if not 0 < share <= 1:
         raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {share}")
-    weights = weight_bytes_per_gpu(model, parallel, profile.gpu)
+    weights = weight_bytes_per_gpu(model, parallel, profile.gpu, start)
     if reported is not None and weights <= profile.memory_bytes:
         return reported
     budget = profile.memory_bytes * share
@@ -76,8 +76,8 @@ def kv_capacity_tokens(
     return tokens
 
 
-def weight_bytes_per_gpu(model: ModelGeometry, parallel: Parallel, gpu: str) -> float:
-    """Weight bytes on each ``gpu`` (its name).
+def weight_bytes_per_gpu(model: ModelGeometry, parallel: Parallel, gpu: str, start: StartUp) -> float:
+    """Weight bytes on each ``gpu`` (its name) under a version of vLLM.
 
     Experts are distributed over all GPUs of the engine or divided within a unit. The rest is divided within the unit,
     but for what every GPU holds as a whole: ways to latents, indices, routers, KV heads that are fewer than the GPUs.
@@ -85,11 +85,12 @@ def weight_bytes_per_gpu(model: ModelGeometry, parallel: Parallel, gpu: str) -> 
     part = model.sliced(parallel.tp)
     not_sliced = model.other_params * model.dtype_bytes + model.other_bytes + model.encoder_bytes
     shared = part.weight_bytes - part.experts_bytes - not_sliced * (1 - 1 / parallel.tp)
-    experts = model.experts_bytes * _padding(model, parallel, gpu)
+    marlin = start.marlin or not any(name in gpu for name in _HOPPER)
+    experts = model.experts_bytes * _padding(model, parallel, marlin=marlin)
     return shared + experts / max(parallel.ep, parallel.tp)
 
 
-def _padding(model: ModelGeometry, parallel: Parallel, gpu: str) -> float:
+def _padding(model: ModelGeometry, parallel: Parallel, *, marlin: bool) -> float:
     """How much larger kernels for MXFP4 make the experts: gpt-oss's 2,880 columns become 3,072.
 
     Marlin and TensorRT-LLM want multiples of 256 by 128 (vllm/model_executor/layers/fused_moe/oracle/mxfp4.py); Triton,
@@ -99,8 +100,7 @@ def _padding(model: ModelGeometry, parallel: Parallel, gpu: str) -> float:
         return 1.0
     hidden = model.expert_hidden or model.hidden
     inner = model.expert_intermediate // (1 if parallel.ep > 1 else parallel.tp)
-    multiple = 64 if any(name in gpu for name in _HOPPER) else 128
-    return _up(hidden, 256) * _up(inner, multiple) / (hidden * inner)
+    return _up(hidden, 256) * _up(inner, 128 if marlin else 64) / (hidden * inner)
 
 
 def _up(size: int, multiple: int) -> int:
@@ -223,7 +223,7 @@ def layout_with(
     Without ``prefix_caching`` a sequence has one state; each of ``drafts`` drafted tokens has one more, and with them
     finished chunks are kept.
     """
-    release = parse_release(vllm_version) or (0, 0)
+    release = parse_release(vllm_version) or (0, 0, 0)
     steps_in_flight = 2 if async_scheduling and release >= SETTLED_SINCE else 1
     return kv_layout(
         model.sliced(parallel.tp),

@@ -73,6 +73,7 @@ class Family:
     one_each: bool = False
     tied: bool = False
     qk_norm: bool = False
+    joint_norms: bool = False
     norms: int = 2
     others: Callable[[ConfigValues], int] | None = None
     modules: ModuleNames = field(default_factory=ModuleNames)
@@ -269,6 +270,7 @@ MINIMAX_M3 = Family(
 MAMBA_ATTENTION: Mapping[str, tuple[Rule, ...]] = {FULL: (softmax(),), LINEAR: (mamba2,)}
 NEMOTRON_H = Family(modules=ModuleNames("mixer", "mixer", "mixer", "mixer.experts"), layers=MAMBA_ATTENTION,
                     experts=True, mlp_matrices=2, one_each=True, norms=1,
+                    defaults={"mamba_ssm_cache_dtype": "float32"},  # vLLM's, where the config does not say
                     understood=("time_step_rank", "mamba_proj_bias", "mtp_layers_block_type"))  # fmt: skip
 GRANITE_HYBRID = Family(layers=MAMBA_ATTENTION, experts=True,
                         pattern=_listed_full("attn_layer_indices", otherwise=LINEAR),
@@ -290,6 +292,7 @@ _HUNYUAN_KEYS = (
 )
 HUNYUAN = Family(qk_norm=True, understood=_HUNYUAN_KEYS)
 BAILING = Family(experts=True, qk_norm=True, understood=("group_norm_size", "linear_silu", "layer_group_size"))
+_ONE_SHARED = {"num_shared_experts": 1, "first_k_dense_replace": 1}
 ERNIE = Family(tied=True, defaults={"head_dim": 128})
 
 
@@ -341,7 +344,7 @@ GEMMA4 = replace(GEMMA3, defaults={"head_dim": 256}, experts=True, modules=Modul
 FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(
         ("llama", "mistral", "ministral3", "granite", "seed_oss", "helium", "glm", "hyperclovax", "solar", "internlm3",
-         "orion", "telechat2", "PanguEmbedded", "internlm2", "exaone", "bitnet", "iquestcoder",
+         "orion", "telechat2", "telechat3", "PanguEmbedded", "internlm2", "exaone", "bitnet", "iquestcoder",
          "stablelm", "diffllama", "baichuan", "aquila", "xverse", "qwen2_vl_text", "qwen2_5_vl_text", "olmo", "yi"),
         DENSE,
     ),
@@ -402,7 +405,8 @@ FAMILIES: Mapping[str, Family] = {
                               understood=(*_HUNYUAN_KEYS, "use_mixed_mlp_moe")),
     "hy_v3": replace(MIXTURE, qk_norm=True, understood=("enable_moe_fp32_combine",),
                      defaults={"first_k_dense_replace": 1}),
-    **dict.fromkeys(("mixtral", "minimax_m2"), replace(MIXTURE, modules=_BLOCK_SPARSE_MOE)),
+    "mixtral": replace(MIXTURE, modules=_BLOCK_SPARSE_MOE),
+    "minimax_m2": replace(MIXTURE, modules=_BLOCK_SPARSE_MOE, qk_norm=True, joint_norms=True),
     **dict.fromkeys(("phimoe", "granitemoe", "granitemoeshared", "olmoe", "flex_olmo", "deepseek",
                      "solar_open", "glm4_moe", "glm4v_moe_text", "aria_text"), MIXTURE),
     "dots1": replace(MIXTURE, pattern=_after_layers),
@@ -435,7 +439,7 @@ FAMILIES: Mapping[str, Family] = {
     )),
     **dict.fromkeys(("step3p5", "step3p7"), replace(
         MIXTURE, qk_norm=True, pattern=_all(FULL), layers={FULL: (softmax(),), WINDOW: (_step_window,)},
-        understood=("moe_layers_enum",))),
+        understood=("moe_layers_enum", "moe_every_n_layer"))),
     "youtu": Family(layers=_LATENT, tied=True),
     "minicpm3": Family(layers=_LATENT, tied=True, understood=("dim_model_base", "scale_depth")),
     "llama4_text": replace(MIXTURE, modules=ModuleNames(mlp="feed_forward", experts="feed_forward.experts"),
@@ -452,6 +456,8 @@ FAMILIES: Mapping[str, Family] = {
         pattern=_flags("attn_type_list", FULL, LINEAR), understood=("shared_moe_mode", "rotary_dim"),
     )),
     **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), BAILING),
+    **dict.fromkeys(("sarvam_moe", "param2moe"), replace(BAILING, defaults=_ONE_SHARED)),
+    "sarvam_mla": replace(DEEPSEEK, defaults=_ONE_SHARED),
     **dict.fromkeys(("bailing_moe_linear", "bailing_moe_v2_5"), replace(
         BAILING, layers={FULL: (softmax(),), LINEAR: (lightning,)}, pattern=_groups)),
     "bamba": replace(GRANITE_HYBRID, experts=False, dense_width=("intermediate_size",)),

@@ -177,8 +177,9 @@ class ModelGeometry:
     tokens. ``own_mixers``: the layers by kind of attention, where they are not all described by ``heads``,
     ``kv_heads``, ``head_dim`` and the window. ``other_params``: further parameters in 16 bits (embeddings per layer or
     of positions); ``other_bytes``: by which weights of another type than most of their kind differ; ``encoder_bytes``:
-    of weights that read images or sound. ``norms``: norms of
-    the hidden size per layer. ``dtype_bytes``: bytes per element of activations, embeddings and head.
+    of weights that read images or sound. ``norms``: norms of the hidden size per layer. ``qk_norm``: queries and keys
+    are normed, ``joint_norms``: over the heads of all GPUs. ``dtype_bytes``: bytes per element of activations,
+    embeddings and head.
     ``weight_dtype``: type of the projections in the layers; ``attention_dtype``: of those of attention ("": as the
     others); ``expert_dtype``: of the experts ("": as the projections); ``kv_dtype``: of the KV cache; names of
     WEIGHT_BITS, with bfloat16 for any 16-bit type. ``positions``: longest sequence in tokens that its config.json
@@ -197,6 +198,7 @@ class ModelGeometry:
     vocab: int
     tied_embeddings: bool = False
     qk_norm: bool = False
+    joint_norms: bool = False
     norms: int = 2
     experts: int = 0
     experts_per_token: int = 0

@@ -371,7 +371,8 @@ class _Work(NamedTuple):
         dense = part.dense_intermediate if part.experts else part.intermediate
         total += (part.dense_layers if part.experts else part.mlp_layers) * self._mlp(dense)
         if part.experts:
-            beside = self._mlp(part.shared_intermediate, activation=False)
+            router = Product(part.experts, part.hidden)  # in 16 bits, whatever the experts have
+            beside = self._mlp(part.shared_intermediate, activation=False) + self._products_s((router,), "bfloat16")
             if part.expert_hidden:
                 ways = Product(part.expert_hidden, part.hidden), Product(part.hidden, part.expert_hidden)
                 beside = beside + self._products_s(ways, part.weight_dtype)
@@ -422,6 +423,7 @@ class _Joined(NamedTuple):
 def _collectives(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, tokens: Array, eager: bool) -> _Joined:
     """vLLM's collectives: one all-reduce after attention and one after the MLP of every layer, one after embedding.
 
+    Norms of queries and keys over all heads add their two sums per token, in 32 bits, in one more per layer.
     For units that share experts, an all-gather before and a reduce-scatter after the experts replace the second one.
     The logits of the vocabulary's slices are gathered for sampling.
     """
@@ -438,6 +440,8 @@ def _collectives(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, 
         mixing = sum(mixer.layers for mixer in model.mixers if mixer.kind != "index")
         count = mixing + (model.mlp_layers - model.expert_layers if shared else model.mlp_layers) + 1
         unit = count * within.all_reduce_s(tokens, token_bytes, eager=eager)
+        if model.joint_norms:
+            unit += mixing * within.all_reduce_s(tokens, 8.0, eager=eager)
         head = within.all_gather_s(np.arange(MAX_SAMPLED + 1, dtype=float), model.vocab * model.dtype_bytes)
     if shared:
         across = Collectives(profile, link, shape.gpus)
@@ -548,7 +552,8 @@ def _gemm_tables(device: str, dtype: str) -> Gemm | None:
 
     def gemm(n: int, k: int) -> tuple[Array, Array]:
         rows = np.array([_bilinear(widths, plane, n, k) for plane in grid])
-        return np.array(tokens, dtype=float), rows
+        narrower = min(n / widths[0], 1.0) * min(k / widths[0], 1.0)  # than the grid: all but the fixed part shrinks
+        return np.array(tokens, dtype=float), rows.min() + (rows - rows.min()) * narrower
 
     return gemm
 

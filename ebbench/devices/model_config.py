@@ -413,6 +413,7 @@ def _base(
         vocab=v.number("vocab_size"),
         tied_embeddings=bool(raw.get("tie_word_embeddings", raw.get("tie_embedding", family.tied))),
         qk_norm=family.qk_norm,
+        joint_norms=family.joint_norms,
         norms=family.norms,
         mlp_matrices=family.mlp_matrices,
         sliding_window=windows[0].window if windows else 0,

@@ -14,7 +14,7 @@ from ebbench.errors import RunError
 from ebbench.gateway.app import Gateway, make_app
 from ebbench.gateway.dispatch_queue import error_body
 from ebbench.gateway.settings import GatewaySettings
-from ebbench.process.child import allow_open_files
+from ebbench.process.child import allow_open_files, make_room_for_files
 
 # uvicorn's HTTP protocol with limits on what one client can hold: memory for headers, and time in every state.
 #
@@ -164,6 +164,7 @@ def serve(settings: GatewaySettings, on_ready: Callable[[int], None]) -> None:
     Raises UsageError and RunError before the first request is served. Open requests get ``drain_s`` seconds to end.
     """
     allow_open_files(_CONNECTIONS)
+    make_room_for_files()
     uvloop.run(_serve(settings.checked(), on_ready))
 
 

@@ -70,10 +70,6 @@ def _pairs(options: PaperOptions) -> Iterable[tuple[str, str]]:
     return dict.fromkeys((device, workload) for device, workload, _ in _rows(options))
 
 
-def _cells(options: PaperOptions) -> list[RunSpec]:
-    return [_cell(options, *row, *way) for row in _rows(options) for way in product(POLICIES, DISPATCH)]
-
-
 def _section(options: PaperOptions, store: RunStore, device: str, workload: str) -> Section:
     columns = labels("load", "policy")
     for name in _METRICS:
@@ -94,7 +90,7 @@ def _mean(changes: Iterable[float | None]) -> str:
     return f"{100 * fmean(known):+.1f} %" if known else "–"
 
 
-def _findings(options: PaperOptions, store: RunStore, _sections: Sections) -> Iterator[str]:
+def _findings(options: PaperOptions, store: RunStore, sections: Sections) -> Iterator[str]:
     """What was run; effect of staggering on each policy and of each policy under each dispatch, averaged over
     settings."""
     yield (
@@ -108,7 +104,7 @@ def _findings(options: PaperOptions, store: RunStore, _sections: Sections) -> It
         "pass after pass never stand still, so there is no wait on the device to save; the staggered dispatcher takes "
         "them to generate until their signals say otherwise and sends requests out at once, as immediate dispatch does."
     )
-    if store.missing(_cells(options)):
+    if any(None in row[2:4] for section in sections for row in section.rows):
         return
     settings = _rows(options)
 
@@ -137,6 +133,6 @@ def _findings(options: PaperOptions, store: RunStore, _sections: Sections) -> It
 
 
 COMPOSITION = PaperTable(
-    "cluster-policies", _cells, ("device", "model", "workload", "num_prompts"), each(_section, _pairs),
+    "cluster-policies", ("device", "model", "workload", "num_prompts"), each(_section, _pairs),
     findings=_findings, whole=False, workloads=tuple(_WORKLOADS), published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from ebbench.devices.base import StepShape
 from ebbench.devices.costs import GIVEN, decode_shape
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import rows
-from ebbench.papers.table import PaperTable, Sections, changes, no_cells, ours
+from ebbench.papers.table import PaperTable, Sections, changes, no_runs, ours
 from ebbench.runs.store import Measured, RunStore
 from ebbench.spec.run import RunSpec, simulated
 from vllm_eb.policies.deferred import DeferredChain, DeferredModel, approximate_chain, exact_chain
@@ -50,6 +51,12 @@ class Constants:
 
 def implied_constants(row: Mapping[str, str]) -> Constants:
     """Compute the constants of a published row."""
+    return _implied(tuple(row.items()))
+
+
+@cache
+def _implied(items: tuple[tuple[str, str], ...]) -> Constants:
+    row = dict(items)
     limit, alpha = int(row["batch_limit"]), 1 / MEAN_OUTPUT
     y = -math.log1p(-int(row["k_numeric"]) / limit)
     ratio = (math.expm1(y) - y) / -math.log1p(-alpha)
@@ -82,15 +89,6 @@ def deferred_cell(
         input_len=None if synthetic else MEAN_INPUT, output_len=None if synthetic else MEAN_OUTPUT,
         length_distribution=None if synthetic else distribution,
     )  # fmt: skip
-
-
-def _table1_cells(options: PaperOptions) -> list[RunSpec]:
-    return [
-        deferred_cell(options, row, distribution, k)
-        for row in rows("deferred_table1")
-        for distribution in DISTRIBUTIONS
-        for k in k_values(int(row["batch_limit"]))
-    ]
 
 
 def steady_rate(measured: Measured) -> float:
@@ -180,7 +178,7 @@ def _constants_text(row: Mapping[str, str]) -> str:
 
 
 DEFERRED = PaperTable(
-    "deferred-1", _table1_cells, ("num_prompts",), _table1_document, findings=_table1_notes,
+    "deferred-1", ("num_prompts",), _table1_document, findings=_table1_notes,
     aliases=("deferred", "table1", "1"),
 )  # fmt: skip
 
@@ -277,11 +275,6 @@ def _best_k(row: Row, limit: int) -> int:
 def _limit_cell(options: PaperOptions, row: Row, limit: int, k: int) -> RunSpec:
     backlog = PaperOptions(num_prompts=options.num_prompts or _BATCHES * limit)
     return deferred_cell(backlog, {**row, "batch_limit": str(limit)}, "geometric", k, implied_constants(row))
-
-
-def _limit_cells(options: PaperOptions) -> list[RunSpec]:
-    limits = [(row, limit) for row in _models() for limit in _limits(row)]
-    return [_limit_cell(options, row, limit, k) for row, limit in limits for k in (1, _best_k(row, limit))]
 
 
 def _limits_document(options: PaperOptions, store: RunStore) -> Sections:
@@ -384,10 +377,10 @@ def _k_document(options: PaperOptions, store: RunStore) -> Sections:
     return (_claims(options, store), *(_k_section(options, store, row) for row in _models()))
 
 
-DEFERRED_COSTS = PaperTable("deferred-figure2", no_cells, (), _costs, aliases=("deferred-figure3",), facts=globals())
-DEFERRED_LIMITS = PaperTable(
-    "deferred-figure4", _limit_cells, ("num_prompts",), _limits_document, whole=False, facts=globals()
+DEFERRED_COSTS = PaperTable(
+    "deferred-figure2", (), _costs, aliases=("deferred-figure3",), facts=globals(), runs=no_runs
 )
+DEFERRED_LIMITS = PaperTable("deferred-figure4", ("num_prompts",), _limits_document, whole=False, facts=globals())
 DEFERRED_OVER_K = PaperTable(
-    "deferred-figure5", _table1_cells, ("num_prompts",), _k_document, aliases=("deferred-figure6", "deferred-figure7")
+    "deferred-figure5", ("num_prompts",), _k_document, aliases=("deferred-figure6", "deferred-figure7")
 )

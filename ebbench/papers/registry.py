@@ -27,7 +27,7 @@ from ebbench.papers.table import (
     PaperTable,
     PaperTexts,
     Sections,
-    no_cells,
+    no_runs,
     one_line,
     paper_texts,
 )
@@ -71,7 +71,7 @@ def _agreements(_options: PaperOptions, _store: RunStore, _sections: Sections) -
     )
 
 
-INDEX = PaperTable("papers", no_cells, (), _all_items, findings=_agreements)
+INDEX = PaperTable("papers", (), _all_items, findings=_agreements, runs=no_runs)
 
 FIGURES: tuple[PaperFigure, ...] = (
     FIGURE1, FIGURE2, FIGURE3, FIGURE4, FIGURE5, FIGURE6, FIGURE7, FIGURE8, FIGURE9, FIGURE10, FIGURE11, FIGURE12,

@@ -5,7 +5,7 @@ Ours are the parts of the dispatch one at a time, and pools of all sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -114,12 +114,6 @@ def prefill_cell(options: PaperOptions, setup: Setup, dispatch: str, share: floa
     )  # fmt: skip
 
 
-def _cells_of_all_loads(*setups: Setup) -> Callable[[PaperOptions], list[RunSpec]]:
-    """All loads under all policies."""
-    runs = list(product(setups, DISPATCH, SHARES))
-    return lambda options: [prefill_cell(options, *run) for run in runs]
-
-
 class FiguresOverLoad:
     """Figures of one policy over the load, interpolated linearly between the runs."""
 
@@ -169,10 +163,6 @@ def _waiting_cell(options: PaperOptions, instances: int, dispatch: str) -> RunSp
         topology=f"dp={instances}", dispatch=dispatch, async_scheduling=False, weight=float(instances),
         num_prompts=count, request_rate=rate, input_len=10, output_len=1, length_distribution="fixed",
     )  # fmt: skip
-
-
-def _waiting_cells(options: PaperOptions) -> list[RunSpec]:
-    return [_waiting_cell(options, n, dispatch) for n in INSTANCES for dispatch in _WAITING_DISPATCH.values()]
 
 
 def _waiting_document(options: PaperOptions, store: RunStore) -> Sections:
@@ -277,13 +267,13 @@ def _table1_section(
 
 
 _READS = ("num_prompts",)
-WAITING = PaperTable("sbs-waiting", _waiting_cells, _READS, _waiting_document, whole=False, facts=globals())
+WAITING = PaperTable("sbs-waiting", _READS, _waiting_document, whole=False, facts=globals())
 SBS_FIGURE6 = PaperTable(
-    "sbs-figure6", _cells_of_all_loads(*_FIGURE6), _READS, each(_figure6_section, lambda _options: product(_FIGURE6)),
+    "sbs-figure6", _READS, each(_figure6_section, lambda _options: product(_FIGURE6)),
     findings=_figure6_findings, whole=False, facts=globals(),
 )  # fmt: skip
 SBS_TABLE1 = PaperTable(
-    "sbs-table1", _cells_of_all_loads(*(setup for setup, _ in _TABLE1)), _READS,
+    "sbs-table1", _READS,
     each(_table1_section, lambda _options: _TABLE1), whole=False, aliases=("table1", "1"), facts=globals(),
 )  # fmt: skip
 
@@ -298,10 +288,6 @@ _PARTS = (
     "sbs:lookahead=0", "sbs:patience=off", "sbs:overdraw=off", "sbs:packing=off", WITH_LOOKAHEAD, AS_PUBLISHED,
 )  # fmt: skip
 _ABLATION_FIGURES = (("mean_ttft_ms", "mean"), ("median_ttft_ms", "median"), ("p99_ttft_ms", "p99"))
-
-
-def _ablation_cells(options: PaperOptions) -> list[RunSpec]:
-    return [prefill_cell(options, setup, dispatch, SHARE) for setup in _SETUPS for dispatch in (*IMMEDIATE, *_PARTS)]
 
 
 def _ablation_section(options: PaperOptions, store: RunStore, setup: Setup) -> Section:
@@ -323,7 +309,7 @@ def _ablation_section(options: PaperOptions, store: RunStore, setup: Setup) -> S
 
 
 ABLATION = PaperTable(
-    "sbs-ablation", _ablation_cells, ("num_prompts",), each(_ablation_section, lambda _options: product(_SETUPS)),
+    "sbs-ablation", ("num_prompts",), each(_ablation_section, lambda _options: product(_SETUPS)),
     whole=False, facts=globals(),
 )  # fmt: skip
 
@@ -346,13 +332,6 @@ _POOLS = {
 def _pool_cell(options: PaperOptions, setup: Setup, topology: str, dispatch: str, load: float) -> RunSpec:
     smaller = options if options.num_prompts else replace(options, num_prompts=POOL_REQUESTS)
     return prefill_cell(smaller, setup, dispatch, load, topology)
-
-
-def _pool_cells(options: PaperOptions) -> list[RunSpec]:
-    return [
-        _pool_cell(options, setup, topology, dispatch, load)
-        for setup in _SETUPS for topology in _POOLS.values() for load in POOL_LOADS for dispatch in (*IMMEDIATE, "sbs")
-    ]  # fmt: skip
 
 
 def _pool_section(options: PaperOptions, store: RunStore, setup: Setup) -> Section:
@@ -385,7 +364,7 @@ def _pool_findings(_options: PaperOptions, _store: RunStore, sections: Sections)
 
 
 POOLS = PaperTable(
-    "sbs-pools", _pool_cells, ("num_prompts",), each(_pool_section, lambda _options: product(_SETUPS)),
+    "sbs-pools", ("num_prompts",), each(_pool_section, lambda _options: product(_SETUPS)),
     findings=_pool_findings, whole=False,
 )  # fmt: skip
 
@@ -424,10 +403,6 @@ def _cell(options: PaperOptions, lengths: str, dispatch: str) -> RunSpec:
     )  # fmt: skip
 
 
-def _cells(options: PaperOptions) -> list[RunSpec]:
-    return [_cell(options, lengths, dispatch) for lengths in _WORKLOADS for dispatch in _DISPATCH]
-
-
 def _section(options: PaperOptions, store: RunStore, lengths: str) -> Section:
     columns = (
         *labels("decode dispatch", "kind"),
@@ -455,6 +430,6 @@ def _section(options: PaperOptions, store: RunStore, lengths: str) -> Section:
 
 
 SBS_FIGURE7 = PaperTable(
-    "sbs-figure7", _cells, ("num_prompts",), each(_section, lambda _options: product(_WORKLOADS)), whole=False,
+    "sbs-figure7", ("num_prompts",), each(_section, lambda _options: product(_WORKLOADS)), whole=False,
     aliases=("sbs-figure8",),
 )  # fmt: skip

@@ -16,7 +16,7 @@ from ebbench.analysis.documents import Column, Document, Section, Value, compare
 from ebbench.errors import DataError, UsageError
 from ebbench.foreign.documents import load_toml
 from ebbench.papers.options import PaperOptions
-from ebbench.runs.store import RunStore, with_progress
+from ebbench.runs.store import Measured, RunStore, with_progress
 from ebbench.spec.run import RunSpec
 
 # What is said about each paper's tables, figures and claims: ``eb.toml``, ``deferred.toml``, ``staggered.toml``.
@@ -110,20 +110,33 @@ class Setting:
     beside_print: bool
 
 
+class _Asking(RunStore):
+    """Runs of another store, of which it keeps what was asked for; without one, no run has been made."""
+
+    def __init__(self, store: RunStore | None = None) -> None:
+        self._store, self.cells = store, dict[RunSpec, None]()
+
+    def get(self, cell: RunSpec) -> Measured | None:
+        """The run of that store."""
+        self.cells[cell] = None
+        return None if self._store is None else self._store.get(cell)
+
+
 @dataclass(frozen=True)
 class Experiment:
     """What tables and figures have in common.
 
-    ``reads``: the options of ``ebbench tables`` or ``figures`` that its cells or its content depend on, by parameter
-    name. ``whole``: keep the run directories of its cells, not only their figures. ``workloads``: the only supported
-    ones; empty: any. ``published_on``: what its values are of by default or in print, where it reads a device or a
-    model. ``facts``: constants that its texts name in braces.
+    ``reads``: the options of ``ebbench tables`` or ``figures`` that its content depends on, by parameter name.
+    ``runs``: its cells, where they are not all that its content asks for. ``whole``: keep the run directories of its
+    cells, not only their figures. ``workloads``: the only supported ones; empty: any. ``published_on``: what its values
+    are of by default or in print, where it reads a device or a model. ``facts``: constants that its texts name in
+    braces.
     """
 
     name: str
-    cells: Callable[[PaperOptions], list[RunSpec]]
     reads: tuple[str, ...]
     _: KW_ONLY
+    runs: Callable[[PaperOptions], list[RunSpec]] | None = None
     whole: bool = True
     workloads: tuple[str, ...] = ()
     published_on: Published | None = None
@@ -141,6 +154,20 @@ class Experiment:
     def title(self) -> str:
         """Its title in the list of tables or figures."""
         return (self.texts.tables.get(self.name) or self.texts.figures[self.name]).title
+
+    def ask(self, options: PaperOptions, store: RunStore) -> object:
+        """Make its content of the runs in a store."""
+        raise NotImplementedError
+
+    def cells(self, options: PaperOptions) -> list[RunSpec]:
+        """The runs that it is made of."""
+        asking = _Asking()
+        if self.runs is None:
+            self.ask(options, asking)
+        return self._asked(options, asking)
+
+    def _asked(self, options: PaperOptions, asking: _Asking) -> list[RunSpec]:
+        return list(asking.cells) if self.runs is None else self.runs(options)
 
     def worded(self, text: str) -> str:
         """One of its texts in one line, with constants and shared texts for names in braces. Raises KeyError."""
@@ -185,13 +212,18 @@ class PaperTable(Experiment):
     findings: Callable[[PaperOptions, RunStore, Sections], Iterable[str]] | None = field(default=None, kw_only=True)
     aliases: tuple[str, ...] = field(default=(), kw_only=True)
 
+    def ask(self, options: PaperOptions, store: RunStore) -> Sections:
+        """Its sections."""
+        return self.sections(options, store)
+
     def document(self, options: PaperOptions, store: RunStore) -> Document:
         """Sections and notes, of which the last says how many runs are still to be made."""
         text = self.texts.tables[self.name]
-        sections = tuple(self.sections(options, store))
+        asking = _Asking(store)
+        sections = tuple(self.sections(options, asking))
         notes = [self.worded(note) for note in text.notes.split("\n\n") if note]
-        notes += self.findings(options, store, sections) if self.findings else ()
-        cells = self.cells(options)
+        notes += self.findings(options, asking, sections) if self.findings else ()
+        cells = self._asked(options, asking)
         if absent := len(store.missing(cells)):
             runs = f"{absent} of {len(set(cells))} runs"
             notes.append(f"{runs} have not been made with this version of the code; --run makes them.")
@@ -320,6 +352,10 @@ class PaperFigure(Experiment):
 
     chart: Callable[[PaperOptions, RunStore, bool], Any]
 
+    def ask(self, options: PaperOptions, store: RunStore) -> object:
+        """Its chart."""
+        return self.chart(options, store, False)
+
     @property
     def caption(self) -> str:
         """The words below it."""
@@ -333,8 +369,8 @@ class PaperFigure(Experiment):
         return self.chart(options, store, setting.beside_print), setting_text + self.caption
 
 
-def no_cells(_wish: PaperOptions) -> list[RunSpec]:
-    """No cells, for figures that need no run."""
+def no_runs(_options: PaperOptions) -> list[RunSpec]:
+    """For tables and figures that are computed without a run."""
     return []
 
 
@@ -349,12 +385,12 @@ def drawn(
     figure: PaperFigure, options: PaperOptions, store: RunStore, *, run: bool, workers: int | None, quiet: bool
 ) -> tuple[Any, str]:
     """A figure and its caption, of stored runs; ``run`` executes missing ones. Raises DataError for missing ones."""
-    cells = figure.cells(options)
     if run:
         make_runs(figure, options, store, workers=workers, quiet=quiet)
-    missing = len(store.missing(cells))
-    if missing:
+    asking = _Asking(store)
+    chart, caption = figure.drawn(options, asking)
+    if missing := len(store.missing(asking.cells)):
         raise DataError(
-            f"{missing} of {len(set(cells))} runs of {figure.name} are not stored in {store.root}; add --run"
+            f"{missing} of {len(asking.cells)} runs of {figure.name} are not stored in {store.root}; add --run"
         )
-    return figure.drawn(options, store)
+    return chart, caption

@@ -35,11 +35,13 @@ API_SERVER_LOAD = frozenset({SERVER_BUSY, SERVER_SIMULATED, SERVER_LIMITS})
 SEEN: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "older-vllm": {"TPOT": (-0.08, -0.02)},
     "older-vllm-queue": {"throughput": (0.0, 0.8), "TTFT": (-0.75, -0.1), "TPOT": (-0.6, -0.1)},
-    "older-vllm-experts": {"TPOT": (-0.3, 0.0)},
-    "experts-few-sequences": {"TPOT": (-0.28, 0.0)},
+    "older-vllm-short-prompts": {"throughput": (0.0, 2.8), "TPOT": (-0.98, 2.8)},
+    "older-vllm-experts": {"TPOT": (-0.27, 0.1)},
+    "experts-few-sequences": {"TPOT": (-0.19, 0.0)},
     "experts-first-tokens": {"TTFT": (-0.6, 0.0)},
-    "first-tokens-without-graphs": {"TTFT": (-0.6, -0.09)},
-    "front-end-decides": {"TTFT": (-0.62, 0.13)},
+    "first-tokens-without-graphs": {"TTFT": (-0.6, -0.06)},
+    "front-end-decides": {"TTFT": (-0.62, 0.15)},
+    "near-capacity": {"TTFT": (-0.7, 31.0), "TPOT": (-0.35, 0.0)},
 }
 """How far off figures were against measured servers, by code of the caveat that says so: shares, ours over theirs less
 one. ``ebbench fidelity`` compares them with every row of its sources."""
@@ -565,11 +567,11 @@ _WORDED: Texts = {
         f"times to first token are too short: on measured servers with this GPU requests took about {front_end_ms:g} "
         f"ms (8 to 20) in front of the engine, which was not modelled: {100 * share:.0f} % of this run's mean"
     ),
-    # inference-perf -5 to -31 %, GPUStack's Qwen3-8B with 1 to 8 open -58 to -62, gpt-oss on four B200 +13.
+    # inference-perf -4 to -27 %, GPUStack's Qwen3-8B with 1 to 8 open -58 to -62, gpt-oss on four B200 +15.
     "front-end-decides": lambda front_end_ms, share: (
         f"times to first token rest on the {front_end_ms:g} ms in front of the engine ({100 * share:.0f} % of their "
-        "mean), seen by clients that open a connection for every request: such runs were 29 % too short in the median "
-        "against measured servers (13 % too long to 62 too short); --front-end-ms takes your own"
+        "mean), seen by clients that open a connection for every request: such runs were 26 % too short in the median "
+        "against measured servers (15 % too long to 62 too short); --front-end-ms takes your own"
     ),
     HOST_DOUBTED: _host_doubted,
     HOST_UNFITTED: _host_unfitted,

@@ -48,9 +48,14 @@ class Console(rich.console.Console):
 
     rich writes its own control sequences separately, so any in the text came from outside. ``follow``: called with
     every event in place of printing.
+
+    In a notebook it prints to its file as anywhere else, where rich's would show a cell of its own for everything.
     """
 
     follow: Callable[[ProgressEvent], object] | None = None
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"force_jupyter": False, **options})
 
     @classmethod
     def followed_by(cls, follow: Callable[[ProgressEvent], object]) -> Console:

@@ -61,11 +61,15 @@ FIRST_TOKENS_MS = 1000.0
 class Batches:
     """The mean step of each phase (prefill, decode, mixed) with the phase's share of all step time.
 
-    ``ttft_ms``: mean time to first token, 0 without any.
+    ``ttft_ms``: mean time to first token, 0 without any; ``prompt_tokens``: mean prompt. ``kv_share``: of the KV cache,
+    the most in use; ``running``: the most sequences at once.
     """
 
     steps: Mapping[str, tuple[float, StepShape]]
     ttft_ms: float = 0.0
+    prompt_tokens: float = 0.0
+    kv_share: float = 0.0
+    running: int = 0
 
 
 def mean_batches(steps: pa.Table, requests: RequestColumns) -> Batches:
@@ -83,7 +87,9 @@ def mean_batches(steps: pa.Table, requests: RequestColumns) -> Batches:
             kinds[phase] = float(spent[rows].sum()) / whole, shape
     waited = (requests.first_token - requests.intended)[requests.ok]
     ttft_ns = float(waited.mean()) if len(waited) else 0.0
-    return Batches(kinds, ttft_ns / 1e6)
+    shares = pc.divide(steps["kv_blocks_used"].cast(pa.float64()), pc.max_element_wise(steps["kv_blocks_total"], 1))
+    most, running = pc.max(shares).as_py() or 0.0, pc.max(steps["running"]).as_py() or 0
+    return Batches(kinds, ttft_ns / 1e6, float(inputs.mean()) if len(inputs) else 0.0, most, running)
 
 
 def _shape(prompt_tokens: float, decodes: float, context: float) -> StepShape:
@@ -133,25 +139,29 @@ def shown_by_servers(device: Device, batches: Batches) -> list[RunWarning]:
     first_tokens = profile.front_end and 0 < batches.ttft_ms < FIRST_TOKENS_MS
     spent, decodes = batches.steps.get("decode", (0.0, None))
     few = decodes is not None and spent > 0.5 and decodes.decode_seqs <= FEW_SEQUENCES
+    queued = batches.ttft_ms >= FIRST_TOKENS_MS and profile.name in _QUEUED_ON and older_than(request, QUEUED_SINCE)
     seen = {
-        "older-vllm-queue": (
-            batches.ttft_ms >= FIRST_TOKENS_MS and profile.name in _QUEUED_ON and older_than(request, QUEUED_SINCE)
-        ),
+        "older-vllm-queue": queued,
+        "older-vllm-short-prompts": queued and batches.prompt_tokens < SHORT_PROMPT,
         "older-vllm-experts": mixture and profile.name in _BLACKWELL and older_than(request, TABLES_SINCE),
         "experts-first-tokens": mixture and first_tokens,
         "experts-few-sequences": mixture and several and few and profile.front_end,
-        "first-tokens-without-graphs": not mixture and first_tokens and profile.name in _BLACKWELL and several,
+        "first-tokens-without-graphs": not mixture and first_tokens and profile.name in _BLACKWELL,
     }
     named = {"gpus": request.parallel.tp, "device": profile.name}
     return [warning(code, **named) for code, holds in seen.items() if holds]
 
 
 _BLACKWELL, FROM_GPUS = ("b200", "b300"), 4
-"""Where servers of dense models took longer for short prompts than their kernels do (InferenceX, Llama-3.3-70B, 0.10.2:
-B200, whose recipe captured CUDA graphs of decodes only), and from how many GPUs on; from as many, steps of mixtures
-took longer with few sequences."""
+"""Where servers of dense models took longer for prompts than their kernels do (InferenceX, Llama-3.3-70B, 0.10.2: B200,
+whose recipe captured CUDA graphs of decodes only); and from how many GPUs on steps of mixtures took longer with few
+sequences."""
 _QUEUED_ON, QUEUED_SINCE = ("h100", "a100"), (0, 12)
 """Where, and up to which version, servers with a queue were slower than their steps (GPUStack)."""
+SHORT_PROMPT = 256
+"""Tokens of a mean prompt below which these servers' front end decided (GPUStack)."""
+FULL_KV = 0.8
+"""Share of the KV cache in use at its fullest from which on its size decides whether requests wait."""
 FEW_SEQUENCES = 8
 """Sequences in a step up to which what is not modelled of a mixture of experts was seen (InferenceX: gpt-oss on eight
 GPUs, MiniMax)."""
@@ -474,6 +484,9 @@ def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tup
     share = front / max(batches.ttft_ms, front or 1.0)
     of_front = [warning("front-end-decides", front_end_ms=front, share=share)] if share >= FRONT_DECIDES else []
     of_device = [*said_of_run(device, batches, device.warnings), *shown_by_servers(device, batches), *of_front]
+    seats_taken = not context.plan.closed_loop and batches.running >= context.options.running_limit
+    if device.profile is not None and (seats_taken or batches.kv_share >= FULL_KV):
+        of_device.append(warning("near-capacity", kv_share=batches.kv_share, running=batches.running))
     return of_device, said_of_run(device, batches, result.warnings)
 
 

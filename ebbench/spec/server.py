@@ -312,10 +312,14 @@ class HostCosts:
         )
 
 
-def parse_release(version: str) -> tuple[int, int] | None:
-    """Major and minor number of a version such as ``0.32`` or ``0.25.1``; None for another text."""
-    matched = re.fullmatch(r"(\d+)\.(\d+)(?:\.\w+)*", version)
-    return None if matched is None else (int(matched[1]), int(matched[2]))
+LAST_PATCH = 99
+"""Stands for the patch of a version that is given without one."""
+
+
+def parse_release(version: str) -> tuple[int, int, int] | None:
+    """Major, minor and patch number of a version such as ``0.25.1`` or ``0.32``; None for another text."""
+    matched = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.\w+)*", version)
+    return None if matched is None else (int(matched[1]), int(matched[2]), int(matched[3] or LAST_PATCH))
 
 
 _SINCE = {"async_scheduling": (0, 14), "scheduler_reserve_full_isl": (0, 19)}

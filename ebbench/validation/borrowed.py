@@ -440,6 +440,7 @@ class TorchSteps:
     def _on_gpu(self, step: Callable[[], Any]) -> list[float]:
         cuda = self.torch.cuda
         aside = cuda.Stream()
+        aside.wait_stream(cuda.current_stream())
         with cuda.stream(aside):  # what a first call allocates and chooses must not be captured
             step()
         cuda.current_stream().wait_stream(aside)

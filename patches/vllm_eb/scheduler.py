@@ -158,8 +158,9 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         self._preempted = len(output.preempted_req_ids or ())
         admitted = self._report_admissions(output)
         if self._seldom_drafts:
-            prompts = {*admitted, *(request.request_id for request in before)}
-            self._decodes = len(output.num_scheduled_tokens.keys() - prompts)
+            scheduled = output.num_scheduled_tokens
+            prompts = {*admitted, *(request.request_id for request in before)}.intersection(scheduled)
+            self._decodes = len(scheduled) - len(prompts)
         if output.total_num_scheduled_tokens:
             if self._reports is not None:
                 self._reports.scheduled(output, self._steps, self.last_decision, before, admitted)

@@ -14,7 +14,8 @@ there.
 
 ``--fit`` separates what a policy's steps cost from what the plugin costs. Under vLLM's own scheduler, with the given
 concurrency, half and a quarter of it, the times of single calls are fitted by least squares as ``fixed + sequences x +
-admitted prompts x``. That tells what vLLM's code would take for the steps that a policy makes (``predicted``).
+admitted prompts x``. That tells what vLLM's code would take for the steps that a policy makes (``predicted``). Medians
+over the pairs of runs, with the smallest and the largest.
 ``measured`` is divided by it, both relative to the same quotient of stock's run at that concurrency. The two runs of a
 pair take turns in one process, some steps each, so that other load on the machine affects both.
 
@@ -60,6 +61,7 @@ POLICIES = (
     "v0", "deferred:k=32", "eb", "ebplus", "marginal", "marginal:ttft=1,tpot=0.05", "cadence:every=4", "delayer",
     "ppas", "batchwait:iters=32,ratio=0.5", "slochunk:tpot=0.05",
 )  # fmt: skip
+ADAPTIVE = "marginal:draft=adaptive"  # only with drafts
 
 
 @dataclass
@@ -395,7 +397,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--concurrency", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--policy", nargs="+", default=list(POLICIES))
+    parser.add_argument("--policy", nargs="+", help="default: one of each kind")
     parser.add_argument("--speed-requests", type=int, default=6000, help="0 leaves the speed measurement out")
     parser.add_argument("--speed-concurrency", type=int, default=2048)
     parser.add_argument("--speculative", help="as of `ebbench run`")
@@ -404,6 +406,7 @@ def main() -> None:
     kind.add_argument("--count", action="store_true", help="opcodes instead of times")
     kind.add_argument("--fit", action="store_true", help="times against what stock would take for the same steps")
     asked = parser.parse_args()
+    asked.policy = asked.policy or [*POLICIES, *([ADAPTIVE] if asked.speculative else [])]
     make = partial(bench_at, asked.requests, speculative=asked.speculative, updates=asked.updates)
     bench = make(asked.concurrency)
     if asked.fit:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ebbench.devices.base import StepShape
+from ebbench.devices.base import Parallel, StepShape
 from ebbench.devices.costs import TableCost, decode_shape, prefill_shape, published_calibration
 from ebbench.devices.describe import marginal_curve
+from ebbench.devices.layers import Collectives, expert_times, step_arrays
 from ebbench.devices.library import SCHEMAS, kernel_table, read_table, select
 from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import DATA, find_model, find_profile
@@ -154,3 +157,29 @@ def test_a_chunk_of_one_token_takes_as_long_as_a_decode(device: str, before: int
         alone = cost.step_s(StepShape((*chunks, (1, before)), 127, 127 * 600, 128 + len(chunks)))
         decode = cost.step_s(StepShape(chunks, 128, 127 * 600 + before + 1, 128 + len(chunks)))
         assert alone == decode
+
+
+def test_every_layer_with_experts_pays_for_its_router() -> None:
+    """A product in 16 bits of the hidden size and the number of experts, whatever the experts' type."""
+    profile, model = find_profile("h200"), find_model("minimax-m2.5")
+    idle = replace(model, experts=0, dense_intermediate=0, intermediate=0)  # the layers without their MLPs
+    with_experts, without = (step_arrays(profile, each) for each in (model, idle))
+    (points, times), _, _ = expert_times(profile, model, Parallel())
+    router = select("gemm", device="h200", dtype="bfloat16", n=512, k=3072, tokens=64).to_pydict()["time_us"]
+    assert with_experts is not None
+    assert without is not None
+    assert len(router) == 1
+    beside = (with_experts.dense[64] - without.dense[64]) / model.layers - np.interp(64, points, times)
+    assert beside == pytest.approx(router[0] * US, rel=0.3)  # widths below 512 were not measured
+
+
+def test_norms_over_all_heads_add_their_sums_over_the_gpus() -> None:
+    profile, model, four = find_profile("h200"), find_model("minimax-m2.5"), Parallel(tp=4)
+    apart = replace(model, joint_norms=False)
+    for shape, reduced in ((four, model.layers), (Parallel(), 0)):
+        joint, own = (step_arrays(profile, each, shape) for each in (model, apart))
+        assert joint is not None
+        assert own is not None
+        sums_s = Collectives(profile, "nvlink", 4).all_reduce_s(np.array([8.0]), 8.0)[0]
+        assert joint.dense[8] - own.dense[8] == pytest.approx(reduced * sums_s)
+        assert not reduced or sums_s > 1e-6

@@ -145,10 +145,12 @@ def test_the_replayed_run_is_no_worse_than_committed() -> None:
     assert not scoreboard.losses(rows, scoreboard.load(COMMITTED))
 
 
-def server(metric: str, error: float, *caveats: str, scored: bool = True) -> PublishedFigure:
+def server(
+    metric: str, error: float, *caveats: str, scored: bool = True, model: str = "llama-3.1-70b"
+) -> PublishedFigure:
     """A figure of a measured server, off by ``error``, with what our run says about itself."""
     return PublishedFigure(
-        "InferenceX, a model", "gpu", "m", "case", "v1", metric, 1.0, 1.0 + error, scored=scored, caveats=caveats
+        "InferenceX, a model", "gpu", model, "case", "v1", metric, 1.0, 1.0 + error, scored=scored, caveats=caveats
     )
 
 
@@ -163,6 +165,9 @@ def server(metric: str, error: float, *caveats: str, scored: bool = True) -> Pub
         (server("ttft_mean_s", 0.2, "experts-first-tokens"), "against"),
         (server("tpot_mean_ms", -0.2, "older-vllm"), "said"),
         (server("tpot_mean_ms", -0.5, "older-vllm"), "missing"),  # far beyond what it says
+        (server("tpot_mean_ms", 0.2), "missing"),
+        (server("tpot_mean_ms", 0.2, model="gpt-oss-120b"), ""),  # less is promised of mixtures
+        (server("ttft_mean_s", 30.0, "near-capacity"), "said"),
     ],
 )
 def test_the_audit_asks_whether_a_caveat_covers_the_error(cell: PublishedFigure, verdict: str) -> None:
@@ -186,6 +191,7 @@ def test_silent_rows_of_the_committed_report_are_as_near_as_promised() -> None:
 
 TOLD: dict[str, dict[str, Any]] = {
     "front-end-decides": {"front_end_ms": 20.0, "share": 0.9},
+    "near-capacity": {"kv_share": 0.9, "running": 100},
     "older-vllm": {"vllm_version": "0.11"},
 }
 """Values of the caveats whose sentence needs them in a certain form."""

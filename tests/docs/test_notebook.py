@@ -45,4 +45,5 @@ def test_every_cell_runs_and_shows_what_is_stored(
         assert kinds == [(one["output_type"], sorted(one.get("data", {}))) for one in before.get("outputs", [])]
     shown = "".join(json.dumps(cell.get("outputs", [])) for cell in made.cells)
     assert shown.count("data:image/svg+xml") == 3
+    assert all(len(cell.get("outputs", [])) <= 1 for cell in made.cells), "a result shows itself once"
     assert "did you mean 'policies'" in shown

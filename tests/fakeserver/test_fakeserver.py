@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 
 import httpx
 import msgspec
 import pytest
+import uvloop
 
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, Fault, parse_fault
 from ebbench.fakeserver.config import KINDS
+from ebbench.fakeserver.server import TICK_NS, TimerWheel
 
 ASK = {"model": "fake-model", "prompt": [1, 2, 3], "max_tokens": 4}
 
@@ -109,3 +112,34 @@ def test_a_client_that_hangs_up_is_recorded() -> None:
 
 def test_every_fault_has_a_description() -> None:
     assert all(text and not text.endswith(".") for text in KINDS.values())
+
+
+class Late:
+    """An item of the wheel that is due at once and never again."""
+
+    def __init__(self, acted: list[int]) -> None:
+        self._acted = acted
+
+    def act(self) -> int:
+        self._acted.append(1)
+        return 0
+
+
+def test_requests_are_read_between_items_that_are_late() -> None:
+    async def main() -> list[int]:
+        loop, acted, seen = asyncio.get_running_loop(), list[int](), list[int]()
+        ours, theirs = socket.socketpair()
+        theirs.send(b"a request")
+        wheel, now_ns = TimerWheel(loop), time.monotonic_ns()
+        for place in range(1000):
+            wheel.enter(Late(acted), now_ns - place * TICK_NS)
+        loop.add_reader(ours, lambda: seen.append(len(acted)))
+        while len(acted) < 1000:
+            await asyncio.sleep(0)
+        loop.remove_reader(ours)
+        wheel.close()
+        ours.close()
+        theirs.close()
+        return seen
+
+    assert any(0 < number < 1000 for number in uvloop.run(main()))

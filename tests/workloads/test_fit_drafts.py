@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ebbench.cli.main import app
+from ebbench.sizing import candidates
 from ebbench.workloads.options import fitted_acceptance
 from ebbench.workloads.trace import read_trace
 
@@ -40,7 +41,9 @@ def test_a_fitted_workload_keeps_the_acceptance_of_its_log(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("setting", "rates"), [("", RATES), (",tokens=2", RATES[:2]), (",tokens=4", (*RATES, 0.125))])
-def test_a_simulation_of_it_takes_that_acceptance(setting: str, rates: tuple[float, ...], tmp_path: Path) -> None:
+def test_a_simulation_of_it_takes_that_acceptance(
+    setting: str, rates: tuple[float, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     workload = tmp_path / "fitted.toml"
     invoke("workloads", "fit", f"log:{log_of(tmp_path)}", "-o", workload)
     done = invoke("run", workload, "-p", "v1", "--quiet", "--json", "--speculative", f"method=eagle3{setting}",
@@ -48,6 +51,7 @@ def test_a_simulation_of_it_takes_that_acceptance(setting: str, rates: tuple[flo
     assert done.exit_code == 0, done.output
     [summary] = json.loads(done.stdout)
     assert summary["acceptance"] == pytest.approx(rates, abs=0.05)
+    monkeypatch.setattr(candidates, "SESSIONS", 100)
     planned = invoke("plan", workload, "--device", "h200", "--request-rate", "1", "--goodput", "tpot:50", "--tp", "1",
                      "-p", "v1", "--quiet", "--speculative", f"method=eagle3{setting}")  # fmt: skip
     assert planned.exit_code == 0, planned.output

@@ -168,12 +168,6 @@ class _Comparison:
         weight = float(protocol.plan["max_concurrency"])
         return protocol_cells(protocol, device, options.model(), options.num_prompts, weight)[0]
 
-    def cells(self, options: PaperOptions) -> list[RunSpec]:
-        """All runs."""
-        settings = (self.choices | self.further(options)).values()
-        devices = options.devices or GPUS
-        return [self.cell(options, *setting) for setting in product(devices, settings, self.loads)]
-
     def by_name(
         self, options: PaperOptions, store: RunStore, device: str, load: tuple[Any, ...]
     ) -> dict[str, Measured | None]:
@@ -313,10 +307,10 @@ def _verdicts(options: PaperOptions, store: RunStore, _sections: Sections) -> It
 _READS = ("device", "model", "policy", "num_prompts")
 _PUBLISHED = Published(tuple(GPUS), (MAIN_MODEL,))
 TABLE19 = PaperTable(
-    "table19", _TWO.cells, _READS, _TWO.sections, findings=_deaths, whole=False, published_on=_PUBLISHED,
+    "table19", _READS, _TWO.sections, findings=_deaths, whole=False, published_on=_PUBLISHED,
     facts=globals(),
 )  # fmt: skip
 TABLE20 = PaperTable(
-    "table20", _FOUR.cells, _READS, _FOUR.sections, findings=_verdicts, whole=False, published_on=_PUBLISHED,
+    "table20", _READS, _FOUR.sections, findings=_verdicts, whole=False, published_on=_PUBLISHED,
     facts=globals(),
 )  # fmt: skip

@@ -15,7 +15,7 @@ from ebbench.devices.profiles import find_model, find_profile
 from ebbench.errors import UsageError
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import GPUS, MAIN_MODEL, gpu_title
-from ebbench.papers.table import PaperTable, Published, each, no_cells
+from ebbench.papers.table import PaperTable, Published, each, no_runs
 from ebbench.runs.store import RunStore
 from vllm_eb.calibration import Calibration
 from vllm_eb.policies.deferred import DeferredModel, exact_chain
@@ -114,6 +114,6 @@ def _percent(value: float) -> str:
 
 
 TABLE8 = PaperTable(
-    "table8", no_cells, ("device", "model"), each(_section, lambda options: product(options.devices or GPUS)),
-    published_on=Published(tuple(GPUS), (MAIN_MODEL,)), facts=globals(),
+    "table8", ("device", "model"), each(_section, lambda options: product(options.devices or GPUS)),
+    published_on=Published(tuple(GPUS), (MAIN_MODEL,)), facts=globals(), runs=no_runs,
 )  # fmt: skip

@@ -10,7 +10,7 @@ from ebbench.analysis.documents import Column, Section, Value, compared, compari
 from ebbench.hazard import Hazard, analyse_lengths, trend_tests
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import WORKLOADS, pick
-from ebbench.papers.table import PaperFigure, PaperTable, Sections, no_cells
+from ebbench.papers.table import PaperFigure, PaperTable, Sections, no_runs
 from ebbench.records.plan import Plan
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, VERMILION
@@ -58,7 +58,7 @@ def _document9(options: PaperOptions, store: RunStore) -> Sections:
     return [Section("", columns, tuple(rows))]
 
 
-TABLE9 = PaperTable("table9", no_cells, ("workload", "num_prompts", "source"), _document9)
+TABLE9 = PaperTable("table9", ("workload", "num_prompts", "source"), _document9, runs=no_runs)
 
 
 # Table 12 of the EB paper (appendix E.4): tests of the hazard's trend on real workloads. It needs no runs.
@@ -95,7 +95,7 @@ def _document12(options: PaperOptions, store: RunStore) -> Sections:
     return [Section("", columns, rows)]
 
 
-TABLE12 = PaperTable("table12", no_cells, ("workload", "num_prompts", "source"), _document12)
+TABLE12 = PaperTable("table12", ("workload", "num_prompts", "source"), _document12, runs=no_runs)
 
 
 # Figure 11 of the EB paper: output lengths of the real workloads and their empirical hazard.
@@ -166,4 +166,4 @@ def _chart11(options: PaperOptions, store: RunStore, published: bool) -> Any:
     return alt.vconcat(*lines)
 
 
-FIGURE11 = PaperFigure("figure11", no_cells, ("workload", "num_prompts", "source"), _chart11)
+FIGURE11 = PaperFigure("figure11", ("workload", "num_prompts", "source"), _chart11, runs=no_runs)

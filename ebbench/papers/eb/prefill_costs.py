@@ -30,7 +30,7 @@ from ebbench.papers.table import (
     change,
     each,
     figure,
-    no_cells,
+    no_runs,
     ours,
     policy_columns,
     policy_row,
@@ -67,12 +67,6 @@ def _table6_cell(options: PaperOptions, device: str, row: Mapping[str, str], pol
     return protocol_cells(protocol, device, TABLE6_MODELS[row["model"]], options.num_prompts)[0]
 
 
-def _table6_cells(options: PaperOptions) -> list[RunSpec]:
-    policies = (*TABLE6_POLICIES, *options.further(*TABLE6_POLICIES))
-    settings = product(options.devices or (DEVICE,), _table6_rows(options), policies)
-    return [_table6_cell(options, *setting) for setting in settings]
-
-
 def _table6_section(options: PaperOptions, store: RunStore, device: str) -> Section:
     further = options.further(*TABLE6_POLICIES)
     columns = (*labels("model"), Column("open requests"), *policy_columns(TABLE6_POLICIES, further, "eb over v1"))
@@ -86,7 +80,7 @@ def _table6_section(options: PaperOptions, store: RunStore, device: str) -> Sect
 
 
 TABLE6 = PaperTable(
-    "table6", _table6_cells, ("device", "model", "policy", "num_prompts"),
+    "table6", ("device", "model", "policy", "num_prompts"),
     each(_table6_section, lambda options: product(options.devices or (DEVICE,))), whole=False,
     published_on=Published((DEVICE,), tuple(TABLE6_MODELS.values())),
 )  # fmt: skip
@@ -169,8 +163,8 @@ def _document7(options: PaperOptions, store: RunStore) -> Sections:
 
 
 _LINEAR_PUBLISHED = Published((DEVICE,), tuple(model for model in LINEAR_MODELS.values() if model))
-TABLE5 = PaperTable("table5", no_cells, ("model",), _document5, published_on=_LINEAR_PUBLISHED)
-TABLE7 = PaperTable("table7", no_cells, ("model",), _document7, published_on=_LINEAR_PUBLISHED, facts=globals())
+TABLE5 = PaperTable("table5", ("model",), _document5, published_on=_LINEAR_PUBLISHED, runs=no_runs)
+TABLE7 = PaperTable("table7", ("model",), _document7, published_on=_LINEAR_PUBLISHED, facts=globals(), runs=no_runs)
 
 _MODEL_COLOURS = (BLUE, VERMILION, GREEN, ORANGE, BLACK, PURPLE)
 _TIMES = tuple(2048 * i for i in range(1, MAX_TOKENS // 2048 + 1))
@@ -210,7 +204,7 @@ def _chart7(options: PaperOptions, store: RunStore, published: bool) -> Any:
     )
 
 
-FIGURE7 = PaperFigure("figure7", no_cells, ("model",), _chart7, published_on=_LINEAR_PUBLISHED)
+FIGURE7 = PaperFigure("figure7", ("model",), _chart7, published_on=_LINEAR_PUBLISHED, runs=no_runs)
 
 
 # 128K tokens in, 64 out, on two GPUs at the concurrency that fits into memory; table 6 of the EB paper has one GPU.
@@ -265,11 +259,6 @@ def _long_pairs(options: PaperOptions) -> list[tuple[str, str]]:
     return [(device, model) for device in options.devices or tuple(GPUS) for model in options.models or LONG_MODELS]
 
 
-def _long_cells(options: PaperOptions) -> list[RunSpec]:
-    cells = [_long_cell(options, device, model, kind) for device, model in _long_pairs(options) for kind in _LONG_KINDS]
-    return [cell for cell in cells if cell is not None]
-
-
 def _long_section(options: PaperOptions, store: RunStore, device: str) -> Section:
     columns = (*labels("model"), Column("requests per GPU"))
     for name in _LONG_METRICS:
@@ -303,7 +292,7 @@ def _long_findings(_options: PaperOptions, _store: RunStore, sections: Sections)
 
 
 LONG_CONTEXT = PaperTable(
-    "long-context", _long_cells, ("device", "model", "num_prompts"),
+    "long-context", ("device", "model", "num_prompts"),
     each(_long_section, lambda options: product(dict.fromkeys(options.devices or GPUS))), findings=_long_findings,
     whole=False, published_on=Published(tuple(GPUS), LONG_MODELS), facts=globals(),
 )  # fmt: skip

@@ -81,11 +81,6 @@ def _further3(options: PaperOptions) -> tuple[str, ...]:
     return tuple(dict.fromkeys(("v0", "deferred", *options.further(*PUBLISHED_POLICIES))))
 
 
-def _cells3(options: PaperOptions) -> list[RunSpec]:
-    rows = product(_settings(options, *GPUS), TRAFFIC, (*PUBLISHED_POLICIES, *_further3(options)))
-    return [cell for setting, name, policy in rows for cell in table3_cells(options, *setting, name, policy)]
-
-
 def _section3(options: PaperOptions, store: RunStore, device: str, model: str) -> Section:
     policies = (*PUBLISHED_POLICIES, *_further3(options))
     rows: list[tuple[Value, ...]] = []
@@ -128,7 +123,7 @@ def _content3(options: PaperOptions, store: RunStore) -> Sections:
 
 
 TABLE3 = PaperTable(
-    "table3", _cells3, ("device", "model", "policy", "num_prompts"), _content3,
+    "table3", ("device", "model", "policy", "num_prompts"), _content3,
     published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
 )  # fmt: skip
 
@@ -142,11 +137,6 @@ _RANKS = ("strict", "relaxed")
 
 def _cell18(options: PaperOptions, device: str, model: str, policy: str) -> RunSpec:
     return table3_cells(options, device, model, "c=512", policy)[0]
-
-
-def _cells18(options: PaperOptions) -> list[RunSpec]:
-    policies = (*PUBLISHED_POLICIES, *options.further(*PUBLISHED_POLICIES))
-    return [_cell18(options, *setting, p) for setting in _settings(options, "rtx-pro-6000") for p in policies]
 
 
 def _surface(store: RunStore, cell: RunSpec, ttft_ms: list[float], tpot_ms: list[float]) -> Surface | None:
@@ -181,7 +171,7 @@ def _section18(options: PaperOptions, store: RunStore, device: str, model: str) 
 
 
 TABLE18 = PaperTable(
-    "table18", _cells18, ("device", "model", "policy", "num_prompts", "ttft", "tpot"),
+    "table18", ("device", "model", "policy", "num_prompts", "ttft", "tpot"),
     each(_section18, lambda options: _settings(options, "rtx-pro-6000")),
     published_on=Published(("rtx-pro-6000",), (MAIN_MODEL,)),
 )  # fmt: skip
@@ -237,11 +227,6 @@ def _adaptation_devices(options: PaperOptions) -> tuple[str, ...]:
 
 def _compared(options: PaperOptions) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*COMPARED, *options.policies)))
-
-
-def _adaptation_cells(options: PaperOptions) -> list[RunSpec]:
-    settings = product(_adaptation_devices(options), SCENARIOS, dict.fromkeys((*_compared(options), *FIXED)))
-    return [_adaptation_cell(options, device, options.model(), *setting) for device, *setting in settings]
 
 
 def _phases(run: Run) -> Mapping[str, Phase]:
@@ -307,7 +292,7 @@ def _adapted(phase: Phase | None) -> str | None:
 
 
 ADAPTATION = PaperTable(
-    "adaptation", _adaptation_cells, ("device", "model", "policy"),
+    "adaptation", ("device", "model", "policy"),
     each(_adaptation_section, lambda options: product(_adaptation_devices(options), SCENARIOS)),
     published_on=Published(tuple(RATES_PER_S), (MAIN_MODEL,)),
 )  # fmt: skip

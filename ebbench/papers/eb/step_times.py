@@ -16,7 +16,7 @@ from ebbench.devices.profiles import find_profile
 from ebbench.errors import UsageError
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import gpu_title, pick, rows
-from ebbench.papers.table import PaperFigure, PaperTable, Published, Sections, no_cells
+from ebbench.papers.table import PaperFigure, PaperTable, Published, Sections, no_runs
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STEPS, VERMILION
 from ebbench.runs.store import RunStore
@@ -152,7 +152,9 @@ def _chart1(options: PaperOptions, store: RunStore, published: bool) -> Any:
     return alt.vconcat(*panels).resolve_scale(color="independent", strokeDash="independent", shape="independent")
 
 
-FIGURE1 = PaperFigure("figure1", no_cells, ("device", "model"), _chart1, published_on=Published(GPUS, (FIGURE1_MODEL,)))
+FIGURE1 = PaperFigure(
+    "figure1", ("device", "model"), _chart1, published_on=Published(GPUS, (FIGURE1_MODEL,)), runs=no_runs
+)
 
 
 # Figures 2, 8, 9 and 10 of the EB paper (section 1, appendix A.2): where a step's time goes, by batch composition.
@@ -305,14 +307,21 @@ def _chart10(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 FIGURE2 = PaperFigure(
-    "figure2", no_cells, ("device", "model"), _chart2, published_on=Published(GPUS, (FIGURE1_MODEL,)), facts=globals()
+    "figure2",
+    ("device", "model"),
+    _chart2,
+    published_on=Published(GPUS, (FIGURE1_MODEL,)),
+    facts=globals(),
+    runs=no_runs,
 )
-FIGURE8 = PaperFigure("figure8", no_cells, ("device", "model"), _chart8, published_on=Published(GPUS, FURTHER_MODELS))
+FIGURE8 = PaperFigure(
+    "figure8", ("device", "model"), _chart8, published_on=Published(GPUS, FURTHER_MODELS), runs=no_runs
+)
 FIGURE9 = PaperFigure(
-    "figure9", no_cells, ("device", "model"), _chart9, published_on=Published(GPUS, FURTHER_MODELS), facts=globals()
+    "figure9", ("device", "model"), _chart9, published_on=Published(GPUS, FURTHER_MODELS), facts=globals(), runs=no_runs
 )
 FIGURE10 = PaperFigure(
-    "figure10", no_cells, ("device", "model"), _chart10, published_on=Published(("h200",), (FIGURE1_MODEL,))
+    "figure10", ("device", "model"), _chart10, published_on=Published(("h200",), (FIGURE1_MODEL,)), runs=no_runs
 )
 
 
@@ -365,8 +374,8 @@ def _kappa_sections(options: PaperOptions, _store: RunStore) -> Sections:
 
 
 KAPPA = PaperTable(
-    "kappa", no_cells, ("device", "model"), _kappa_sections, published_on=Published(GPUS, (FIGURE1_MODEL,)),
-    facts=globals(),
+    "kappa", ("device", "model"), _kappa_sections, published_on=Published(GPUS, (FIGURE1_MODEL,)),
+    facts=globals(), runs=no_runs,
 )  # fmt: skip
 
 
@@ -390,6 +399,6 @@ def _table1_sections(options: PaperOptions, _store: RunStore) -> Sections:
 
 
 TABLE1 = PaperTable(
-    "eb-table1", no_cells, ("device",), _table1_sections, aliases=("table1", "1"),
-    published_on=Published(TABLE1_DEVICES, ()),
+    "eb-table1", ("device",), _table1_sections, aliases=("table1", "1"),
+    published_on=Published(TABLE1_DEVICES, ()), runs=no_runs,
 )  # fmt: skip

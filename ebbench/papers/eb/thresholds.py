@@ -128,11 +128,6 @@ def theta_k(batch: int, step: int) -> int:
 # Table 10: best theta over mean output length and batch size.
 
 
-def _cells10(options: PaperOptions) -> list[RunSpec]:
-    settings = product(both_devices(options, "h200"), MEAN_OUTPUTS, BATCHES, range(1, THETA_STEPS))
-    return [cell for setting in settings for cell in _repeats10(options, *setting)]
-
-
 def _repeats10(options: PaperOptions, device: str, output: int, batch: int, step: int) -> list[RunSpec]:
     return repeats(
         options, device, f"eb:k={theta_k(batch, step)}", batch, COUNTED, warmup=SYNTHETIC_WARMUP,
@@ -142,12 +137,16 @@ def _repeats10(options: PaperOptions, device: str, output: int, batch: int, step
 
 def _best10(options: PaperOptions, store: RunStore, device: str, output: int, batch: int) -> tuple[float | None, str]:
     """Best theta of the sweep, and the range of thetas within 1 % of it."""
-    rates: list[dict[str, float]] = []
-    for step in range(1, THETA_STEPS):
-        rate = mean_figure(store, _repeats10(options, device, output, batch, step), "request_throughput")
-        if rate is None:
-            return None, ""
-        rates.append({"theta": theta_k(batch, step) / batch, "value": rate})
+    steps = range(1, THETA_STEPS)
+    by_step = {
+        step: mean_figure(store, _repeats10(options, device, output, batch, step), "request_throughput")
+        for step in steps
+    }
+    rates = [
+        {"theta": theta_k(batch, step) / batch, "value": rate} for step, rate in by_step.items() if rate is not None
+    ]
+    if len(rates) < len(steps):
+        return None, ""
     best, low, high = best_and_near(rates) or (None, 0.0, 0.0)
     return best, f"{low:.2f}-{high:.2f}"
 
@@ -179,11 +178,6 @@ def _document10(options: PaperOptions, store: RunStore) -> Sections:
 
 
 # Table 11: throughput over k for four input lengths.
-
-
-def _cells11(options: PaperOptions) -> list[RunSpec]:
-    settings = product(both_devices(options, "h200"), K_VALUES, K_INPUTS)
-    return [cell for setting in settings for cell in _repeats11(options, *setting)]
 
 
 def _repeats11(options: PaperOptions, device: str, k: int, input_len: int) -> list[RunSpec]:
@@ -224,8 +218,8 @@ def _best_k(rows: list[tuple[Value, ...]]) -> tuple[Value, ...]:
 
 PUBLISHED_E2 = Published(("h200",), (MAIN_MODEL,))
 _READS = ("device", "model", "num_prompts", "seeds")
-TABLE10 = PaperTable("table10", _cells10, _READS, _document10, whole=False, published_on=PUBLISHED_E2, facts=globals())
-TABLE11 = PaperTable("table11", _cells11, _READS, _document11, whole=False, published_on=PUBLISHED_E2, facts=globals())
+TABLE10 = PaperTable("table10", _READS, _document10, whole=False, published_on=PUBLISHED_E2, facts=globals())
+TABLE11 = PaperTable("table11", _READS, _document11, whole=False, published_on=PUBLISHED_E2, facts=globals())
 
 
 # Figure 12 of the EB paper (appendix E.3): throughput over theta under a constant and a rising hazard.
@@ -247,12 +241,6 @@ def _repeats12(options: PaperOptions, device: str, shape: str, theta: float) -> 
         options, device, f"eb:k={round(theta * FIGURE12_BATCH)}", FIGURE12_BATCH, FIGURE12_COUNT, 3,
         budget=E3_BUDGET, warmup=SYNTHETIC_WARMUP, workload=f"reference:workloads/hazard-gamma-{shape}.toml",
     )  # fmt: skip
-
-
-def figure12_cells(options: PaperOptions) -> list[RunSpec]:
-    """The cells of figure 12: both costs, every shape, theta and seed."""
-    settings = product(both_devices(options, "h200"), FIGURE12_SHAPES, FIGURE12_THETAS)
-    return [cell for setting in settings for cell in _repeats12(options, *setting)]
 
 
 def sweep12(options: PaperOptions, store: RunStore, shape: str, *, slow: bool) -> list[dict[str, float]]:
@@ -307,7 +295,7 @@ def _chart12(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 FIGURE12 = PaperFigure(
-    "figure12", figure12_cells, ("device", "model", "num_prompts", "seeds"), _chart12, whole=False,
+    "figure12", ("device", "model", "num_prompts", "seeds"), _chart12, whole=False,
     published_on=PUBLISHED_E2, facts=globals(),
 )  # fmt: skip
 
@@ -325,12 +313,6 @@ def _policies13(options: PaperOptions) -> list[tuple[str, str]]:
     named += [("adaptive", "eb"), ("adaptive, censored estimator", "eb:estimator=censored")]
     named += [(f"adaptive, correction={form}", f"eb:correction={form}") for form in ("off", "renewal")]
     return named + [(policy, policy) for policy in options.policies]
-
-
-def _cells13(options: PaperOptions) -> list[RunSpec]:
-    policies = [policy for _, policy in _policies13(options)]
-    settings = product(both_devices(options, "rtx-pro-6000"), _LENGTHS13, policies)
-    return [cell for setting in settings for cell in _repeats13(options, *setting)]
 
 
 def _repeats13(options: PaperOptions, device: str, name: str, policy: str) -> list[RunSpec]:
@@ -358,7 +340,7 @@ def _section13(options: PaperOptions, store: RunStore, name: str) -> Section:
 
 
 TABLE13 = PaperTable(
-    "table13", _cells13, ("device", "model", "policy", "num_prompts", "seeds"),
+    "table13", ("device", "model", "policy", "num_prompts", "seeds"),
     each(_section13, lambda _options: product(_LENGTHS13)), whole=False,
     published_on=Published(("rtx-pro-6000",), (MAIN_MODEL,)), facts=globals(),
 )  # fmt: skip
@@ -388,11 +370,6 @@ def _cell3(options: PaperOptions, workload: str, policy: str) -> RunSpec:
 
 def _k(step: int) -> int:
     return FIGURE3_SEQS * step // len(FRACTIONS)
-
-
-def _cells3(options: PaperOptions) -> list[RunSpec]:
-    policies = [*(fixed_threshold(_k(step)) for step in FRACTIONS), "eb", "v1"]
-    return [_cell3(options, workload, policy) for workload in FIGURE3_WORKLOADS for policy in policies]
 
 
 def _points3(options: PaperOptions, store: RunStore, workload: str, key: str) -> list[dict[str, Any]]:
@@ -460,7 +437,7 @@ def _chart3(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 FIGURE3 = PaperFigure(
-    "figure3", _cells3, ("device", "model", "num_prompts"), _chart3, whole=False,
+    "figure3", ("device", "model", "num_prompts"), _chart3, whole=False,
     published_on=Published(("h200",), (MAIN_MODEL,)),
 )  # fmt: skip
 
@@ -497,11 +474,6 @@ def _correction_policies() -> tuple[str, ...]:
     return (*(f"eb:theta={theta}" for theta in THETAS), *CORRECTIONS.values())
 
 
-def _correction_cells(options: PaperOptions) -> list[RunSpec]:
-    settings = product(_correction_costs(options).values(), SHAPES, _correction_policies())
-    return [cell for setting in settings for cell in _correction_repeats(options, *setting)]
-
-
 def _correction_section(options: PaperOptions, store: RunStore, title: str, device: str) -> Section:
     columns = (*labels("answers"), Column("best theta"), Column("tokens/s", group="best theta"))
     columns += ours(*CORRECTIONS, group="% of the best fixed threshold")
@@ -527,7 +499,7 @@ def _correction_runs(options: PaperOptions, _store: RunStore, _sections: Section
 
 
 CORRECTION = PaperTable(
-    "corrections", _correction_cells, ("device", "model", "num_prompts", "seeds"),
+    "corrections", ("device", "model", "num_prompts", "seeds"),
     each(_correction_section, lambda options: _correction_costs(options).items()), findings=_correction_runs,
     whole=False, published_on=Published((DEFAULT_DEVICE,), (DEFAULT_MODEL,)), facts=globals(),
 )  # fmt: skip
@@ -596,10 +568,6 @@ def _service_cell(options: PaperOptions, estimator: str, mean: int) -> RunSpec:
     )  # fmt: skip
 
 
-def _cells_sensitivity(options: PaperOptions) -> list[RunSpec]:
-    return [_service_cell(options, estimator, mean) for estimator in ESTIMATORS for mean in E5_MEAN_OUTPUTS]
-
-
 def _document_sensitivity(options: PaperOptions, store: RunStore) -> Sections:
     from ebbench.runs.prepare import device_of
 
@@ -666,8 +634,8 @@ def _updates(measured: Measured | None) -> list[float]:
     return [float(value) for value in updates.to_pylist()]
 
 
-E3 = PaperTable("e3", figure12_cells, FIGURE12.reads, _document_ifr, whole=False, published_on=PUBLISHED_E2)
+E3 = PaperTable("e3", FIGURE12.reads, _document_ifr, whole=False, published_on=PUBLISHED_E2)
 E5 = PaperTable(
-    "e5", _cells_sensitivity, ("device", "model", "num_prompts"), _document_sensitivity,
+    "e5", ("device", "model", "num_prompts"), _document_sensitivity,
     published_on=Published((DEFAULT_DEVICE,), (DEFAULT_MODEL,)), facts=globals(),
 )  # fmt: skip

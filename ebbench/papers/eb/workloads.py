@@ -179,12 +179,12 @@ def _synthetic_document(options: PaperOptions, store: RunStore) -> Sections:
 _READS = ("model", "workload", "num_prompts", "outputs")
 _PUBLISHED = Published(tuple(GPUS), tuple(MODELS))
 TABLE14, TABLE15 = (
-    PaperTable(name, partial(_real_cells, device), _READS, partial(_real_sections, device), whole=False,
+    PaperTable(name, _READS, partial(_real_sections, device), runs=partial(_real_cells, device), whole=False,
                published_on=_PUBLISHED, facts=globals())
     for name, device in zip(("table14", "table15"), GPUS, strict=True)
 )  # fmt: skip
 TABLE16 = PaperTable(
-    "table16", _synthetic_cells, ("device", "workload", "num_prompts"), _synthetic_document, whole=False,
+    "table16", ("device", "workload", "num_prompts"), _synthetic_document, runs=_synthetic_cells, whole=False,
     workloads=tuple(SYNTHETIC), published_on=_PUBLISHED,
 )  # fmt: skip
 
@@ -207,12 +207,6 @@ def table2_cell(options: PaperOptions, device: str, model: str, workload: str, p
 def _keys2(options: PaperOptions) -> list[tuple[str, str, str]]:
     models, workloads = options.models or _MODELS2, options.workloads or tuple(WORKLOADS)
     return [(d, model, workload) for d in options.devices or GPUS for model in models for workload in workloads]
-
-
-def _cells2(options: PaperOptions) -> list[RunSpec]:
-    policies = (*POLICIES, *options.further(*POLICIES))
-    base = [table2_cell(options, *key, policy) for key in _keys2(options) for policy in policies]
-    return [at for cell in base for at in grid_cells(cell)] if options.grid else base
 
 
 def _row2(options: PaperOptions, store: RunStore, device: str, model: str, workload: str) -> tuple[Value, ...]:
@@ -239,7 +233,7 @@ def _content2(options: PaperOptions, store: RunStore) -> Sections:
 
 
 TABLE2 = PaperTable(
-    "table2", _cells2, ("device", "model", "workload", "policy", "num_prompts", "grid", "outputs"), _content2,
+    "table2", ("device", "model", "workload", "policy", "num_prompts", "grid", "outputs"), _content2,
     published_on=Published(tuple(GPUS), _MODELS2),
 )  # fmt: skip
 
@@ -253,11 +247,6 @@ def _cell17(options: PaperOptions, device: str, workload: str, policy: str) -> R
     return table2_cell(options, device, MODEL17, workload, policy).changed(api_server=DEFAULT_CLASS)
 
 
-def _cells17(options: PaperOptions) -> list[RunSpec]:
-    devices, workloads = options.devices or GPUS, options.workloads or WORKLOADS
-    return [_cell17(options, d, w, p) for d in devices for w in workloads for p in POLICIES]
-
-
 def _section17(options: PaperOptions, store: RunStore, device: str) -> Section:
     columns, rows = labels("workload") + policy_columns(POLICIES), []
     for workload in options.workloads or WORKLOADS:
@@ -268,7 +257,7 @@ def _section17(options: PaperOptions, store: RunStore, device: str) -> Section:
 
 
 TABLE17 = PaperTable(
-    "table17", _cells17, ("device", "workload", "num_prompts", "outputs"),
+    "table17", ("device", "workload", "num_prompts", "outputs"),
     each(_section17, lambda options: product(options.devices or GPUS)), published_on=Published(tuple(GPUS), (MODEL17,)),
 )  # fmt: skip
 
@@ -295,11 +284,6 @@ def _with_factor(options: PaperOptions, policy: str, factor: float) -> RunSpec:
 
 def _factors(options: PaperOptions) -> tuple[float, ...]:
     return FACTORS if WHAT_IF_DEVICE in (options.devices or DEVICES4) else ()
-
-
-def _table4_cells(options: PaperOptions) -> list[RunSpec]:
-    own = [_table4_cell(options, device, policy) for device in options.devices or DEVICES4 for policy in POLICIES]
-    return list(dict.fromkeys([*own, *(_with_factor(options, p, f) for f in _factors(options) for p in POLICIES[1:])]))
 
 
 def _table4_rows(options: PaperOptions, store: RunStore, device: str) -> list[tuple[Value, ...]]:
@@ -357,7 +341,7 @@ def beside_a_prompt(device: str, model: str, factor: float | None = None) -> flo
 
 
 TABLE4 = PaperTable(
-    "table4", _table4_cells, ("device", "model", "num_prompts", "outputs"), _content4, findings=_what_if_notes,
+    "table4", ("device", "model", "num_prompts", "outputs"), _content4, findings=_what_if_notes,
     published_on=Published(DEVICES4, (_MODEL4,)),
 )  # fmt: skip
 
@@ -433,10 +417,6 @@ def _cell4(options: PaperOptions, device: str, workload: str, policy: str) -> Ru
     return real_cell(options, device, options.model(), workload, policy, sizes)
 
 
-def _cells4(options: PaperOptions) -> list[RunSpec]:
-    return [_cell4(options, d, w, p) for d in options.devices or GPUS for w in SYNTHETIC for p in POLICIES]
-
-
 def _chart4(options: PaperOptions, store: RunStore, published: bool) -> Any:
     alt, lines = altair(), []
     for device in options.devices or GPUS:
@@ -451,10 +431,6 @@ def _chart4(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 # Figure 5: latency on real workloads.
-
-
-def _cells5(options: PaperOptions) -> list[RunSpec]:
-    return [table2_cell(options, *key, policy) for key in _keys2(options) for policy in POLICIES]
 
 
 def _chart5(options: PaperOptions, store: RunStore, published: bool) -> Any:
@@ -483,10 +459,6 @@ def _cell6(options: PaperOptions, model: str, policy: str) -> RunSpec:
     return real_cell(options, device, model, "wildchat", policy, sizes, weight=20)
 
 
-def _cells6(options: PaperOptions) -> list[RunSpec]:
-    return [_cell6(options, model, policy) for model in options.models or MODELS6 for policy in POLICIES]
-
-
 def _chart6(options: PaperOptions, store: RunStore, published: bool) -> Any:
     printed = Printed("figure6_models", "model", {"gpu": gpu_title(options.device())}) if published else None
     xs = {model: model for model in options.models or MODELS6}
@@ -498,13 +470,13 @@ def _chart6(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 FIGURE4 = PaperFigure(
-    "figure4", _cells4, ("device", "model", "num_prompts"), _chart4, published_on=Published(tuple(GPUS), (MAIN_MODEL,))
+    "figure4", ("device", "model", "num_prompts"), _chart4, published_on=Published(tuple(GPUS), (MAIN_MODEL,))
 )
 FIGURE5 = PaperFigure(
-    "figure5", _cells5, ("device", "model", "workload", "num_prompts", "outputs"), _chart5,
+    "figure5", ("device", "model", "workload", "num_prompts", "outputs"), _chart5,
     published_on=Published(tuple(GPUS), tuple(MODELS)),
 )  # fmt: skip
 FIGURE6 = PaperFigure(
-    "figure6", _cells6, ("device", "model", "num_prompts", "outputs"), _chart6,
+    "figure6", ("device", "model", "num_prompts", "outputs"), _chart6,
     published_on=Published(("rtx-pro-6000",), MODELS6),
 )  # fmt: skip

@@ -22,7 +22,7 @@ from ebbench.papers.fidelity.case import (
     Published,
     reference_rows,
 )
-from ebbench.papers.fidelity.cases_servers import fused_sampler, gpustack, server_cases
+from ebbench.papers.fidelity.cases_servers import gpustack, server_cases
 from ebbench.papers.protocols import (
     Protocol,
     ebplus_as_run,
@@ -51,7 +51,7 @@ def all_cases() -> list[Case]:
         *server_cases(),
         *repetition(),
     ]
-    return [*papers, *gpustack(), *fused_sampler()]
+    return [*papers, *gpustack()]
 
 
 WITHOUT = ", no API server"

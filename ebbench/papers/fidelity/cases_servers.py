@@ -23,7 +23,6 @@ SILICON = "silicon/vllm_dense.csv"
 SILICON_FITTED = ("4", "1024")  # the points on which the host constants of the H100 are fitted
 SILICON_BUDGET, SILICON_SEQS = 8192, 256  # vLLM's defaults for a server on these GPUs; the engine arguments are unknown
 DEFAULT_SEQS = 1024  # vLLM's default for a server on these GPUs, where a source sets none
-EVEN = 50.0  # burstiness of a client that sends at nearly equal gaps
 ROUNDS = 4  # requests per slot
 OVERLOAD_NOTE = "more than the server completes: measured from the send over 440 connections, ours from the arrival"
 TTFT_NOTE = "TTFT is defined differently by source"
@@ -46,8 +45,9 @@ def measured_servers() -> Iterator[Case]:
     """vLLM servers with the arguments of their runs (``reports/reference/servers``): InferenceX, inference-perf and
     LLMServingSim.
 
-    Closed loops have the client's concurrency, open loops its rate and, as connections, its limit; three runs repeat
-    recorded requests. Settings were fixed before the first run of ours by the source's own arguments.
+    Closed loops have the client's concurrency, open loops its rate and, as connections, its limit (their client's
+    ``constant`` load has exponential gaps, scaled to the stage's duration); three runs repeat recorded requests.
+    Settings were fixed before the first run of ours by the source's own arguments.
     """
     for row in reference_rows(SERVERS):
         single = row["topology"] == "tp=1"
@@ -67,7 +67,7 @@ def _server_name(row: Mapping[str, str]) -> str:
     lengths = f"{row['input_tokens']} in, {row['output_tokens']} out" if row["input_tokens"] else "300 of ShareGPT"
     load = f"{row['requests_per_s']}/s" if row["requests_per_s"] else f"c={row['concurrency']}"
     limit = f", N={row['max_num_seqs']}" if row["requests_per_s"] else ""
-    shared = ", shared prefix" if row["cache_hit_rate"] else ""
+    shared = ", shared prefix" if row["prefix_share"] else ""
     return (
         f"{row['topology']}, {lengths}, {load}{limit}{shared}"
         if row["input_tokens"]
@@ -87,10 +87,10 @@ def _server_plan(row: Mapping[str, str]) -> dict[str, str | int | float]:
             "workload": f"{REFERENCE}workloads/inferencex-{row['input_tokens']}-{row['output_tokens']}.toml",
             **load,
         }
-    shared = {"cache_hit_rate": float(row["cache_hit_rate"])} if row["cache_hit_rate"] else {}
+    shared = {"prefix_share": float(row["prefix_share"])} if row["prefix_share"] else {}
     return {
         "workload": "balanced", "input_len": int(row["input_tokens"]), "output_len": int(row["output_tokens"]),
-        "length_distribution": "fixed", "scenario": "gamma", "burstiness": EVEN,
+        "length_distribution": "fixed", "scenario": f"{REFERENCE}scenarios/inference-perf.toml",
         "request_rate": float(row["requests_per_s"]), **load, **shared,
     }  # fmt: skip
 
@@ -218,8 +218,8 @@ def table20() -> Iterator[Case]:
 #   were chosen, before its first run: host constants as of other devices on which none is fitted, mixed attention from
 #   the RTX 4090 (FlashAttention 2 on both), no factor on matrix products. It has 80 GB: Qwen3-32B ran on one.
 # - Scored are throughput, mean TTFT and mean TPOT. Throughput is in requests/s where lengths are known and in tokens/s
-#   where they are drawn. The answer of the tool is the group ``gpustack``; behind the API server and with the fused
-#   sampler's KV capacity (``fused_sampler``) the same cases are variants, to tell causes apart.
+#   where they are drawn. The answer of the tool is the group ``gpustack``; without the API server the same cases are
+#   variants, to tell causes apart.
 #
 # Corrected after the first run, from what is published about the runs; the first run's figures stand in
 # reports/fidelity/notes/gpustack.md:
@@ -231,11 +231,6 @@ def table20() -> Iterator[Case]:
 
 GPUSTACK = "gpustack/vllm_serve.csv"
 GPUSTACK_GROUP = "gpustack"
-FUSED_GROUP = "gpustack with fused sampler"
-FUSED = ", fused sampler"
-"""Ends the source of cells with the KV capacity that FlashInfer's sampler leaves."""
-WITH_FUSED = "0.10"
-"""A version that takes FlashInfer's sampler where FlashInfer is installed; 0.11 asks for an environment variable."""
 GPUSTACK_MODELS = {
     "Qwen/Qwen3-8B": "qwen3-8b", "Qwen/Qwen3-14B": "qwen3-14b", "Qwen/Qwen3-32B": "qwen3-32b",
     "Qwen/Qwen3-235B-A22B-Instruct-2507": "qwen3-235b-a22b",
@@ -256,13 +251,6 @@ def gpustack() -> Iterator[Case]:
     for row in reference_rows(GPUSTACK):
         if row["precision"] in PRECISIONS and "-pp" not in row["serve_arguments"]:
             yield _gpustack_case(row)
-
-
-def fused_sampler() -> Iterator[Case]:
-    """The cases of vLLM 0.11 with the KV cache that FlashInfer's sampler leaves; the older ones have that anyway."""
-    for case in gpustack():
-        if case.vllm_version.startswith("0.11"):
-            yield _with_fused_sampler(case)
 
 
 def _gpustack_case(row: Mapping[str, str]) -> Case:
@@ -351,9 +339,3 @@ def _refusal(case: Case, capacity: int | str) -> str:
     plan = case.protocol.plan
     longest = int(plan.get("input_len", 0)) + int(plan.get("output_len", 0))
     return f"one request needs {longest:,} KV tokens, {capacity:,} fit by our estimate" if longest > capacity else ""
-
-
-def _with_fused_sampler(case: Case) -> Case:
-    published = tuple(replace(number, source=number.source + FUSED) for number in case.published)
-    fused = replace(case, published=published, group=FUSED_GROUP, vllm_version=WITH_FUSED)
-    return replace(fused, refused=_refusal(fused, kv_capacity(fused)))

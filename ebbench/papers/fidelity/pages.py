@@ -11,7 +11,6 @@ import msgspec
 from ebbench.errors import DataError
 from ebbench.foreign.documents import load_toml
 from ebbench.papers.fidelity.cases import WITHOUT
-from ebbench.papers.fidelity.cases_servers import FUSED
 from ebbench.papers.fidelity.scores import THROUGHPUT, PublishedFigure
 from ebbench.render import palette
 
@@ -44,7 +43,7 @@ PAGES = load_toml(Path(__file__).with_name("pages.toml"), _Pages).pages
 
 def is_variant(source: str) -> bool:
     """Whether the source's cases are those of another one under other settings."""
-    return source.endswith((WITHOUT, FUSED))
+    return source.endswith(WITHOUT)
 
 
 def source_page(source: str) -> Page:
