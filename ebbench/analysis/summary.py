@@ -43,7 +43,7 @@ from ebbench.analysis.validity import FAILURE_COLUMNS, Failure, failures_by_caus
 from ebbench.errors import UsageError
 from ebbench.records.run import Run
 from ebbench.records.schema import REQUESTS_EXTRAS
-from ebbench.records.warnings import ESTIMATED, RunWarning, shown_text, told_columns
+from ebbench.records.warnings import ESTIMATED, RunWarning, counted, shown_text, told_columns
 from vllm_eb.policy import PolicyError, parse_policy
 
 FACT = "speculative"
@@ -165,14 +165,14 @@ class ClientNodes:
         }
 
     def __str__(self) -> str:
-        connections = (
-            f"{self.connections:,} connections at most, {self.connections_used:,} in use" if self.connections else ""
-        )
+        connections = ""
+        if self.connections:
+            connections = f"{counted(self.connections, 'connection')} at most, {self.connections_used:,} in use"
         if not self.count:
             return connections
         lost = f", {self.lost} lost" if self.lost else ""
         aligned = "" if self.alignment_error_ms is None else f", clocks aligned to {self.alignment_error_ms:.2g} ms"
-        return f"{self.count} client nodes with {self.workers} processes{lost}{aligned}" + (
+        return f"{counted(self.count, 'client node')} with {self.workers} processes{lost}{aligned}" + (
             f", {connections}" if connections else ""
         )
 

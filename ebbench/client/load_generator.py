@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import replace
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -24,12 +25,12 @@ from ebbench.client.dialects import DIALECTS
 from ebbench.client.messages import Stop, WorkerDone
 from ebbench.client.power import PowerSampler, open_power
 from ebbench.client.prefix_cache import drafts, hit_rate, met_before, note_prompts, unplanned_hits
-from ebbench.client.progress import SnapshotObserver, Tally
-from ebbench.client.request_sender import RequestSender, request_head
+from ebbench.client.progress import Tally
+from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import StreamedResponse, response_to
 from ebbench.client.senders import Interrupts, Senders, local_senders
 from ebbench.client.server_queries import Scraper, Served, ServerQueries, reported_settings, run_to_end
-from ebbench.client.session_plan import PlanPart, check_attachments, rows_too_long, unique_ids, whole
+from ebbench.client.session_plan import MachineLoad, PlanPart, check_attachments, rows_too_long, unique_ids
 from ebbench.client.telemetry import telemetry
 from ebbench.client.verdict import (
     client_warnings,
@@ -43,7 +44,7 @@ from ebbench.errors import RunError, UsageError
 from ebbench.network.credentials import redacted
 from ebbench.process.alarm import behind_others
 from ebbench.process.termination import held
-from ebbench.records.plan import Plan, block_tokens, primed
+from ebbench.records.plan import Observer, Plan, block_tokens, primed
 from ebbench.records.schema import SERVER_METRICS
 from ebbench.records.warnings import ESTIMATED, ESTIMATED_TOKENS, RunWarning, warning
 from ebbench.spec.client import ClientOptions, lag_limit_ms, secrets, spacing_ns
@@ -58,26 +59,25 @@ if TYPE_CHECKING:
 _AT_ONCE = 64
 
 
-async def warm_up(url: ServerUrl, model: str, plan: Plan, options: ClientOptions, environ: Mapping[str, str]) -> None:
+async def warm_up(load: MachineLoad, plan: Plan, environ: Mapping[str, str]) -> None:
     """Send ``options.warmup`` requests. Raises RunError if all of them fail: the run would fail too."""
-    turns = [_turn(plan, number) for number in range(options.warmup)]
-    answers = await _sent(url, model, turns, options, environ)
+    answers = await _sent(load, [_turn(plan, number) for number in range(load.options.warmup)], environ)
     failed = [answer for answer in answers if answer.error_class is not None]
     if failed and len(failed) == len(answers):
-        _refuse(failed[0], "every warm-up request failed", options, environ)
+        _refuse(failed[0], "every warm-up request failed", load.options, environ)
 
 
-async def prime(url: ServerUrl, model: str, plan: Plan, options: ClientOptions, environ: Mapping[str, str]) -> None:
+async def prime(load: MachineLoad, plan: Plan, environ: Mapping[str, str]) -> None:
     """Put what the plan takes for held into the server's prefix cache. Raises RunError if a request for it fails."""
     names = ("content", "hash_ids", "input_tokens", "output_tokens")
     turns = [
         Turn(row=0, request_id="", turn=0, prompt=None, block_tokens=block_tokens(plan.table), **row)
         for row in primed(plan.table).select(names).to_pylist()
     ]
-    answers = await _sent(url, model, turns, options, environ)
+    answers = await _sent(load, turns, environ)
     if failed := [answer for answer in answers if answer.error_class is not None]:
         what = f"{len(failed)} of {len(answers)} requests that fill the prefix cache before the run failed"
-        _refuse(failed[0], what, options, environ)
+        _refuse(failed[0], what, load.options, environ)
 
 
 def _refuse(answer: StreamedResponse, what: str, options: ClientOptions, environ: Mapping[str, str]) -> NoReturn:
@@ -85,18 +85,15 @@ def _refuse(answer: StreamedResponse, what: str, options: ClientOptions, environ
     raise RunError(f"{what} ({answer.error_class}: {body})")
 
 
-async def _sent(
-    url: ServerUrl, model: str, turns: Sequence[Turn], options: ClientOptions, environ: Mapping[str, str]
-) -> list[StreamedResponse]:
+async def _sent(load: MachineLoad, turns: Sequence[Turn], environ: Mapping[str, str]) -> list[StreamedResponse]:
     """The answers to requests that are not recorded."""
     if not turns:
         return []
-    bodies = RequestBodies(model, options)
-    gate, target = asyncio.Semaphore(_AT_ONCE), url.target(options.endpoint, model)
-    async with RequestSender(target, request_head(target, options, environ), options, environ) as sender:
+    bodies, gate = RequestBodies(load.model, load.options), asyncio.Semaphore(_AT_ONCE)
+    async with RequestSender(load.target, load.options, environ) as sender:
 
         async def send(number: int) -> StreamedResponse:
-            streamed = response_to(DIALECTS[options.endpoint], keep_text=False)
+            streamed = response_to(DIALECTS[load.options.endpoint], keep_text=False)
             async with gate:
                 await sender.send(f"warmup-{number}", bodies.build(turns[number]), streamed)
             return streamed
@@ -192,15 +189,16 @@ def drive(
     url: str,
     plan: Plan,
     options: ClientOptions | None = None,
-    observer: SnapshotObserver | None = None,
+    observer: Observer | None = None,
     on_batch: Callable[[pa.Table], None] | None = None,
     environ: Mapping[str, str] = os.environ,
+    label: str = "endpoint",
 ) -> DriveResult:
     """Send ``plan`` to the server at ``url``, by the API that ``options.endpoint`` names, and wait for all responses.
 
-    ``observer`` receives progress; ``on_batch`` receives finished requests while the run goes on, as tables in the
-    REQUESTS schema. After the first SIGINT no request is sent and open requests may finish; the second SIGINT aborts
-    them. Signals are handled only if the caller is the main thread.
+    ``observer`` receives progress under ``label``; ``on_batch`` receives finished requests while the run goes on, as
+    tables in the REQUESTS schema. After the first SIGINT no request is sent and open requests may finish; the second
+    SIGINT aborts them. Signals are handled only if the caller is the main thread.
 
     Raises UsageError if the plan does not fit the server, RunError if the server cannot be reached, KeyboardInterrupt
     after a signal before the first request.
@@ -210,7 +208,7 @@ def drive(
 
     with held():
         try:
-            return run_to_end(lambda: _drive(server, plan, options, observer, on_batch, environ))
+            return run_to_end(lambda: _drive(server, plan, options, observer, on_batch, environ, label))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None  # interrupted before the first request
 
@@ -224,31 +222,36 @@ def checked_url(url: str, options: ClientOptions) -> ServerUrl:
 
 
 class _Ready(NamedTuple):
-    """A server that the plan can be sent to, and the rows of the plan that are longer than it takes."""
+    """A server that the plan can be sent to, and what is sent."""
 
     served: Served
     version: str | None
-    dropped: frozenset[int]
+    load: MachineLoad
     cache_reset: bool
 
 
 async def _made_ready(
-    server: ServerQueries,
-    url: ServerUrl,
-    table: pa.Table,
-    plan: Plan,
-    options: ClientOptions,
-    environ: Mapping[str, str],
+    server: ServerQueries, url: ServerUrl, plan: Plan, options: ClientOptions, environ: Mapping[str, str]
 ) -> _Ready:
     """Wait for the server, check the plan against it, warm it up and empty its prefix cache, as the options say."""
     await server.ready()
     served, version = await server.served(), await server.version()
-    check_attachments(table, options.endpoint, served.names)
-    dropped = rows_too_long(table, served.max_model_len, options.drop_too_long, DIALECTS[options.endpoint].whole)
-    await warm_up(url, served.model, plan, options, environ)
+    check_attachments(plan.table, options.endpoint, served.names)
+    only_prompts = DIALECTS[options.endpoint].whole
+    load = MachineLoad(
+        url=url,
+        model=served.model,
+        options=options,
+        id_prefix=options.id_prefix if options.id_prefix is not None else f"{token_hex(4)}-",
+        phases=plan.phases,
+        max_concurrency=plan.max_concurrency,
+        dropped=rows_too_long(plan.table, served.max_model_len, options.drop_too_long, only_prompts),
+        spacing_ns=spacing_ns(options),
+    )
+    await warm_up(load, plan, environ)
     reset = options.reset_prefix_cache and await server.reset_prefix_cache()
-    await prime(url, served.model, plan, options, environ)
-    return _Ready(served, version, dropped, reset)
+    await prime(load, plan, environ)
+    return _Ready(served, version, load, reset)
 
 
 async def _nodes(
@@ -264,28 +267,29 @@ async def _drive(
     url: ServerUrl,
     plan: Plan,
     options: ClientOptions,
-    observer: SnapshotObserver | None,
+    observer: Observer | None,
     on_batch: Callable[[pa.Table], None] | None,
     environ: Mapping[str, str],
+    label: str,
 ) -> DriveResult:
     table, renamed = unique_ids(plan.table)
-    id_prefix = options.id_prefix if options.id_prefix is not None else f"{token_hex(4)}-"
+    plan = replace(plan, table=table)
     async with AsyncExitStack() as stack:
-        interrupts = stack.enter_context(Interrupts())
+        interrupts = Interrupts()
+        stack.enter_context(interrupts.signals)
         nodes = await _nodes(stack, url, options, environ) if options.on_nodes else None
         server = await stack.enter_async_context(ServerQueries(url, options, environ))
-        ready = await _made_ready(server, url, table, plan, options, environ)
-        served, dropped = ready.served, ready.dropped
-        part = whole(table, plan.phases, plan.max_concurrency, dropped, spacing_ns(options))
+        ready = await _made_ready(server, url, plan, options, environ)
+        part, made_up = PlanPart(np.arange(len(plan)), table, ready.load), ready.served.made_up
         counter = _counter(options, server)
         dialect = DIALECTS[options.endpoint]
         tally = Tally(
-            table, observer, on_batch, options.keep_text, thinking=dialect.thinks, estimates=counter is not None
+            table, observer, on_batch, label, options.keep_text, thinking=dialect.thinks, estimates=counter is not None
         )
         scraper = Scraper(server, options.metrics_interval_s) if options.metrics_interval_s else None
-        power = open_power(str(url), options.power, environ, made_up=served.made_up)
-        async with _senders(nodes, part, url, served.model, options, id_prefix, environ) as senders:
-            watching = telemetry(options, served.model, len(plan), lambda: tally.open_requests)
+        power = open_power(str(url), options.power, environ, made_up=made_up)
+        async with _senders(nodes, part, environ) as senders:
+            watching = telemetry(options, ready.load.model, len(plan), lambda: tally.open_requests)
             # The workers send and read at their moments; what they report can wait for them.
             aside = behind_others() if options.workers != 0 else contextlib.nullcontext()
             with aside, power or contextlib.nullcontext(), watching as seen:
@@ -297,7 +301,7 @@ async def _drive(
     findings = senders.findings(limit_ms)
     server_metrics = scraper.table(tally.start_ns) if scraper else SERVER_METRICS.empty_table()
     facts = {
-        **_asked_facts(url, options, id_prefix),
+        **_asked_facts(ready.load),
         **_client_facts(senders.workers(), requests, limit_ms, tally.start_ns, power),
         **findings.facts,
         **_server_facts(ready, requests, server_metrics, tally.other_models),
@@ -306,13 +310,13 @@ async def _drive(
     return DriveResult(
         requests=requests,
         warnings=(
-            *client_warnings(requests, table, renamed, len(dropped), tally.odd_numbers),
+            *client_warnings(requests, table, renamed, len(ready.load.dropped), tally.odd_numbers),
             *server.notes,
             *slow_first_uses(requests, tally.first_on_connection),
             *_power_warnings(facts),
             *seen.warnings,
             *findings.warnings,
-            *_about_server(requests, table, facts, environ, made_up=served.made_up),
+            *_about_server(requests, table, facts, environ, made_up=made_up),
         ),
         server_metrics=server_metrics,
         invalid=(*findings.invalid, *invalid_reasons(limit_ms, senders.workers())),
@@ -321,13 +325,14 @@ async def _drive(
     )
 
 
-def _asked_facts(url: ServerUrl, options: ClientOptions, id_prefix: str) -> dict[str, Any]:
+def _asked_facts(load: MachineLoad) -> dict[str, Any]:
     """Which server was asked, and how."""
+    options = load.options
     facts = {
-        "server": str(url),
+        "server": str(load.url),
         "client_transport": options.transport,
         "endpoint": options.endpoint,
-        "request_id_prefix": id_prefix,
+        "request_id_prefix": load.id_prefix,
     }
     return facts if options.host_label is None else facts | {"host_label": options.host_label}
 
@@ -390,20 +395,14 @@ def _reported(server_metrics: pa.Table) -> dict[str, Any]:
 
 
 def _senders(
-    nodes: Sequence[ClientNode] | None,
-    part: PlanPart,
-    url: ServerUrl,
-    model: str,
-    options: ClientOptions,
-    id_prefix: str,
-    environ: Mapping[str, str],
+    nodes: Sequence[ClientNode] | None, part: PlanPart, environ: Mapping[str, str]
 ) -> AbstractAsyncContextManager[Senders]:
     """The workers of this machine, or those of ``nodes``."""
     if nodes is None:
-        return local_senders(part, url, model, options, id_prefix, environ)
+        return local_senders(part, environ)
     from ebbench.client.nodes import node_senders
 
-    return node_senders(nodes, part, url, model, options, id_prefix, environ)
+    return contextlib.nullcontext(node_senders(nodes, part, environ))
 
 
 def _client_facts(

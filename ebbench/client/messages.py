@@ -9,10 +9,7 @@ from pathlib import Path
 import msgspec
 
 from ebbench.client.dialects import DraftCounts
-from ebbench.config.server_url import ServerUrl
-from ebbench.network.connections import RequestHead
-from ebbench.records.plan import ClosedPhase
-from ebbench.spec.client import ClientOptions
+from ebbench.client.session_plan import MachineLoad
 
 
 class RequestRecord(msgspec.Struct, tag="record", array_like=True, gc=False):
@@ -64,22 +61,12 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Assignment(msgspec.Struct, tag="assignment"):
-    """A worker's settings. ``target``: the URL of every request, ``head``: what requests begin with.
-
-    ``folder`` holds the plan and the shared schedule.
-    """
+    """A worker's number, of how many, and what they send. ``folder`` holds the plan and the shared schedule."""
 
     worker: int
     workers: int
-    target: str
-    head: RequestHead
-    model: str
-    options: ClientOptions
-    id_prefix: str
     folder: str
-    phases: tuple[ClosedPhase, ...]
-    max_concurrency: int | None
-    dropped: frozenset[int]
+    load: MachineLoad
 
 
 class Start(msgspec.Struct, tag="start"):
@@ -117,19 +104,6 @@ class WorkerDone(msgspec.Struct, tag="done"):
     cpu_s: float
     error: str | None = None
     connections: ConnectionCounts = ConnectionCounts()
-
-
-class NodeTask(msgspec.Struct):
-    """What a client node sends, beside the requests themselves. ``rows``: their rows in the whole plan."""
-
-    url: ServerUrl
-    model: str
-    options: ClientOptions
-    id_prefix: str
-    rows: list[int]
-    phases: tuple[ClosedPhase, ...]
-    max_concurrency: int | None
-    dropped: frozenset[int]
 
 
 class NodeReport(msgspec.Struct):

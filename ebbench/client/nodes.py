@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 import platform
 import time
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 
 import ebbench
-from ebbench.client.messages import Batch, FromParent, NodeReport, NodeTask, Place, RequestRecord, Stop, WorkerDone
+from ebbench.client.messages import Batch, FromParent, NodeReport, Place, RequestRecord, Stop, WorkerDone
 from ebbench.client.senders import Findings, LocalSenders, OnBatch, Seen, local_senders, missing_records
 from ebbench.client.server_queries import ServerQueries
-from ebbench.client.session_plan import PlanPart, split
-from ebbench.config.server_url import ServerUrl
+from ebbench.client.session_plan import MachineLoad, PlanPart, split
+from ebbench.config.server_url import is_loopback
 from ebbench.errors import EbbenchError, RunError, UsageError
 from ebbench.network.credentials import KEY_VARIABLES
 from ebbench.process.ray_connection import given_address, joined, ray_for
@@ -136,8 +134,7 @@ async def _started(ray: Any, address: str, actor: Any) -> ClientNode:
 
 def check_reachable(url: str, nodes: Sequence[ClientNode]) -> None:
     """Raise UsageError for a server on this machine's loopback address that another machine is to load."""
-    host = urlsplit(url).hostname or ""
-    if not _is_loopback(host):
+    if not is_loopback(url):
         return
     own_place = this_place()
     away = [
@@ -150,13 +147,6 @@ def check_reachable(url: str, nodes: Sequence[ClientNode]) -> None:
             f"{url} is an address of this machine only, which client node {away[0]} cannot reach; let the server "
             "listen on an address of the network and give that"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 # How the monotonic clock of another machine relates to this one's, and how exactly that is known.
@@ -209,8 +199,6 @@ def alignment_error_ns(before: ClockOffset, after: ClockOffset) -> int:
 
 NODE_LOST = "node_lost"
 """Error class of requests whose client node was lost before it reported them."""
-LEAD_NS = 1_000_000_000
-"""Time between "all nodes are ready" and the start: the message must reach every node in time."""
 SILENT_S = 10.0
 """A node that reports nothing for so long is lost; it reports every second."""
 PREPARE_S = 600.0
@@ -263,19 +251,15 @@ class Sending:
 
 @dataclass
 class NodeSenders:
-    """The workers of several machines; see :class:`~ebbench.client.senders.Senders`."""
+    """The workers of several machines; see :class:`~ebbench.client.senders.LocalSenders`."""
 
     sending: list[Sending]
-    url: ServerUrl
-    model: str
-    options: ClientOptions
-    id_prefix: str
     keys: Mapping[str, str]
-    lead_ns: int = LEAD_NS
     start_ns: int = 0
+    lead_ns = 1_000_000_000
 
     async def ready(self) -> None:
-        """See Senders. Raises RunError for a node that cannot send."""
+        """See LocalSenders. Raises RunError for a node that cannot send."""
         await asyncio.gather(*(self._prepare(sender) for sender in self.sending))
         first = 0
         for sender in self.sending:
@@ -283,7 +267,7 @@ class NodeSenders:
             sender.before = await self._offset(sender)
 
     async def begin(self, start_ns: int) -> None:
-        """See Senders."""
+        """See LocalSenders."""
         self.start_ns = start_ns
         calls = []
         for sender in self.sending:
@@ -294,14 +278,14 @@ class NodeSenders:
         await asyncio.gather(*calls)
 
     def send_all(self, message: FromParent) -> None:
-        """See Senders."""
+        """See LocalSenders."""
         encoded = msgspec.msgpack.encode(message)
         for sender in self.sending:
             if sender.running:
                 sender.node.actor.tell.remote(encoded)
 
     async def listen(self, on_batch: OnBatch) -> None:
-        """See Senders. Then measure the clocks again and end the workers."""
+        """See LocalSenders. Then measure the clocks again and end the workers."""
         await asyncio.gather(*(self._listen(sender, on_batch) for sender in self.sending))
         for sender in self.sending:
             if not sender.lost_ns:
@@ -310,31 +294,25 @@ class NodeSenders:
                     await await_result(sender.node.actor.end.remote(), SILENT_S)
 
     def missing(self, seen: Seen) -> list[RequestRecord]:
-        """See Senders. Requests of a lost node have the error class NODE_LOST.
+        """See LocalSenders. Requests of a lost node have the error class NODE_LOST.
 
         They failed if their session had been released, as far as the node reported it or, in an open loop, by the plan.
         """
         records = []
         for sender in self.sending:
-            lacking = missing_records(
-                sender.part.sessions,
-                self._released(sender),
-                sender.part.dropped,
-                seen[sender.part.rows],
-                NODE_LOST,
-                NODE_LOST,
-            )
+            part = sender.part
+            lacking = missing_records(part, self._released(sender), seen[part.rows], NODE_LOST, NODE_LOST)
             for record in lacking:
-                record.row = int(sender.part.rows[record.row])
+                record.row = int(part.rows[record.row])
             records += lacking
         return records
 
     def workers(self) -> Mapping[int, WorkerDone | None]:
-        """See Senders. Without the workers of lost nodes."""
+        """See LocalSenders. Without the workers of lost nodes."""
         return {sender.first_worker + i: done for sender in self.sending for i, done in enumerate(sender.done or ())}
 
     def findings(self, limit_ms: float) -> Findings:
-        """See Senders."""
+        """See LocalSenders."""
         errors_ms = [error / 1e6 for sender in self.sending if (error := sender.alignment_error_ns()) is not None]
         worst_ms = max(errors_ms, default=0.0)
         invalid = [
@@ -352,27 +330,21 @@ class NodeSenders:
         warnings = []
         if len(machines) < len(self.sending):
             warnings.append(warning("nodes-share-machine", nodes=len(self.sending), machines=len(machines)))
-        if len(self.sending[0].part.phases) > 1 and len(self.sending) > 1:
+        if len(self.sending[0].part.load.phases) > 1 and len(self.sending) > 1:
             warnings.append(warning("phases-by-node"))
         return warnings
 
     def _released(self, sender: Sending) -> int:
         """How many of a node's sessions have been released, or may have been before it was lost."""
         arrivals = sender.part.sessions.arrivals
-        if not sender.lost_ns or arrivals is None or sender.part.max_concurrency is not None:
+        if not sender.lost_ns or arrivals is None or sender.part.load.max_concurrency is not None:
             return sender.released
         return max(sender.released, bisect_right(arrivals.arrival_ns, sender.lost_ns - self.start_ns))
 
     async def _prepare(self, sender: Sending) -> None:
         part = sender.part
-        own = replace(
-            self.options, slot_spacing_s=part.spacing_ns / 1e9, client_nodes=None, ray_address=None, id_prefix=None
-        )
-        task = NodeTask(
-            url=self.url, model=self.model, options=own, id_prefix=self.id_prefix, rows=part.rows.tolist(),
-            phases=part.phases, max_concurrency=part.max_concurrency, dropped=part.dropped,
-        )  # fmt: skip
-        prepared = sender.node.actor.prepare.remote(msgspec.msgpack.encode(task), _stream(part.table), self.keys)
+        plan = part.table.append_column(_ROW, pa.array(part.rows))
+        prepared = sender.node.actor.prepare.remote(_encode(part.load), _stream(plan), self.keys)
         try:
             sender.workers, problem = await await_result(prepared, PREPARE_S)
         except CallFailedError as error:
@@ -413,21 +385,12 @@ class NodeSenders:
             self.send_all(Stop(abort=True))
 
 
-@contextlib.asynccontextmanager
-async def node_senders(
-    nodes: Sequence[ClientNode],
-    plan: PlanPart,
-    url: ServerUrl,
-    model: str,
-    options: ClientOptions,
-    id_prefix: str,
-    environ: Mapping[str, str],
-) -> AsyncIterator[NodeSenders]:
+def node_senders(nodes: Sequence[ClientNode], plan: PlanPart, environ: Mapping[str, str]) -> NodeSenders:
     """Split ``plan`` over the nodes, which end with their actors. Raises UsageError if there is too little to split."""
     parts = split(plan, len(nodes))
     sending = [Sending(node, part) for node, part in zip(nodes, parts, strict=True)]
     keys = {name: environ[name] for name in KEY_VARIABLES if name in environ}
-    yield NodeSenders(sending, url, model, options, id_prefix, keys)
+    return NodeSenders(sending, keys)
 
 
 def _stream(table: pa.Table) -> bytes:
@@ -445,7 +408,9 @@ def _stream(table: pa.Table) -> bytes:
 
 _REPORT_WITHIN_S = 1.0
 _FROM_PARENT = msgspec.msgpack.Decoder(FromParent)
-_TASK = msgspec.msgpack.Decoder(NodeTask)
+_LOAD = msgspec.msgpack.Decoder(MachineLoad)
+_ROW = "row"
+"""The column of a part's requests that has their rows in the whole plan."""
 _encode = msgspec.msgpack.encode
 
 
@@ -455,7 +420,7 @@ class RayNode:
     def __init__(self) -> None:
         self._stack = contextlib.AsyncExitStack()
         self._senders: LocalSenders | None = None
-        self._task: NodeTask | None = None
+        self._rows: list[int] = []
         self._offset_ns = 0
         self._first_worker = 0
         self._batches: list[tuple[int, Batch]] = []
@@ -471,24 +436,20 @@ class RayNode:
         """The monotonic clock of this machine (ns)."""
         return time.monotonic_ns()
 
-    async def prepare(self, task: bytes, plan: bytes, environ: Mapping[str, str]) -> tuple[int, str | None]:
+    async def prepare(self, load: bytes, plan: bytes, environ: Mapping[str, str]) -> tuple[int, str | None]:
         """Check that the server can be reached, and load the plan into the worker processes.
 
-        ``plan``: the part's requests as an Arrow stream. ``environ`` holds the API key. Returns the number of workers,
-        and why this machine cannot send, if it cannot.
+        ``plan``: the part's requests and their rows as an Arrow stream. ``environ`` holds the API key. Returns the
+        number of workers, and why this machine cannot send, if it cannot.
         """
-        self._task = _TASK.decode(task)
+        table, own_load = pa.ipc.open_stream(plan).read_all().combine_chunks(), _LOAD.decode(load)
+        part = PlanPart(table[_ROW].to_numpy(), table.drop_columns(_ROW), own_load)
+        self._rows, self._seen = part.rows.tolist(), np.zeros(len(part.rows), np.bool_)
         everything = {**os.environ, **environ}
         try:
-            async with ServerQueries(self._task.url, self._task.options, everything) as server:
+            async with ServerQueries(own_load.url, own_load.options, everything) as server:
                 await server.ready()
-            part = _decode_part(self._task, plan)
-            self._seen = np.zeros(len(part.rows), np.bool_)
-            self._senders = await self._stack.enter_async_context(
-                local_senders(
-                    part, self._task.url, self._task.model, self._task.options, self._task.id_prefix, everything
-                )
-            )
+            self._senders = await self._stack.enter_async_context(local_senders(part, everything))
             await self._senders.ready()
         except EbbenchError as error:
             return 0, str(error)
@@ -544,8 +505,7 @@ class RayNode:
 
     def _translate(self, record: RequestRecord) -> None:
         """Give rows, worker numbers and times as the reporting machine counts them."""
-        assert self._task is not None
-        record.row = self._task.rows[record.row]
+        record.row = self._rows[record.row]
         if record.worker >= 0:
             record.worker += self._first_worker
         for name in ("intended_ns", "sent_ns", "first_byte_ns", "end_ns", "first_answer_ns"):
@@ -566,9 +526,3 @@ def this_place() -> Place:
         machine=boot.read_text().strip() if boot.exists() else platform.node(),
         network=str(network.readlink()) if network.exists() else "",
     )
-
-
-def _decode_part(task: NodeTask, plan: bytes) -> PlanPart:
-    table = pa.ipc.open_stream(plan).read_all().combine_chunks()
-    spacing_ns = round(task.options.slot_spacing_s * 1e9)
-    return PlanPart(np.asarray(task.rows), table, task.phases, task.max_concurrency, task.dropped, spacing_ns)

@@ -7,18 +7,18 @@ in CUDA_VISIBLE_DEVICES are measured; without that variable, all.
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
+from ebbench.config.server_url import is_loopback
 from ebbench.errors import UsageError
 
 INTERVAL_S = 0.1
@@ -43,22 +43,11 @@ class PowerReading:
     energy_j: float | None
 
 
-class Gpus(Protocol):
-    """GPUs whose power can be read. ``names``: one per GPU."""
-
-    names: tuple[str, ...]
-
-    def read(self) -> PowerReading:
-        """Current power and energy."""
-        ...
-
-    def close(self) -> None:
-        """Release the driver."""
-        ...
-
-
 class NvmlGpus:
-    """GPUs listed by NVML. Raises UnavailableError if NVML, the driver or a GPU with readable power is missing."""
+    """GPUs listed by NVML; ``names``: one per GPU.
+
+    Raises UnavailableError if NVML, the driver or a GPU with readable power is missing.
+    """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         try:
@@ -121,7 +110,7 @@ def _text(value: str | bytes) -> str:
 class PowerSampler:
     """Context manager that reads the GPUs in a thread; see the module."""
 
-    gpus: Gpus
+    gpus: NvmlGpus
     interval_s: float = INTERVAL_S
     readings: list[PowerReading] = field(default_factory=list)
     failure: str = ""
@@ -191,22 +180,11 @@ def between(readings: Sequence[PowerReading], start_ns: int, end_ns: int) -> dic
 
 def on_this_machine(url: str) -> bool:
     """Whether a URL names this machine."""
-    host = (urlsplit(url).hostname or "").rstrip(".")
-    if host in ("localhost", socket.gethostname()):
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(url) or urlsplit(url).hostname == socket.gethostname()
 
 
 def open_power(
-    url: str,
-    wanted: bool | None,
-    environ: Mapping[str, str],
-    open_gpus: Callable[[Mapping[str, str]], Gpus] = NvmlGpus,
-    *,
-    made_up: bool = False,
+    url: str, wanted: bool | None, environ: Mapping[str, str], *, made_up: bool = False
 ) -> PowerSampler | None:
     """The sampler for a run against ``url``; None if power is not wanted or not available.
 
@@ -218,26 +196,21 @@ def open_power(
     if made_up or wanted is False or (wanted is None and not on_this_machine(url)):
         return None
     try:
-        return PowerSampler(open_gpus(environ))
+        return PowerSampler(NvmlGpus(environ))
     except UnavailableError as error:
         if wanted:
             raise UsageError(f"--power: {error}") from None
         return None
 
 
-def announcement(
-    url: str,
-    wanted: bool | None,
-    environ: Mapping[str, str],
-    open_gpus: Callable[[Mapping[str, str]], Gpus] = NvmlGpus,
-) -> str:
+def announcement(url: str, wanted: bool | None, environ: Mapping[str, str]) -> str:
     """One sentence before a run: which GPUs are measured, or why none; empty if switched off."""
     if wanted is False:
         return ""
     if wanted is None and not on_this_machine(url):
         return f"GPU power is not measured: {REMOTE}"
     try:
-        gpus = open_gpus(environ)
+        gpus = NvmlGpus(environ)
     except UnavailableError as error:
         return f"GPU power is not measured: {error}"
     gpus.close()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +13,7 @@ import pyarrow as pa
 from ebbench.client.dialects import DraftCounts, OddNumber
 from ebbench.client.messages import Batch, RequestRecord
 from ebbench.client.senders import Senders
+from ebbench.records.plan import Observer, Progress
 from ebbench.records.schema import DRAFT_COLUMNS, REQUESTS, REQUESTS_EXTRAS, SAME_TIME_NS, tokens_after_first_of
 
 # Converts the workers' records to the requests table.
@@ -119,42 +118,20 @@ MOST_NAMES = 20
 _RECENT = 500  # requests that the running medians cover
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """State of a run. TTFT and TPOT are medians of the last 500 complete responses, in ms."""
-
-    completed: int
-    planned: int
-    output_tokens: int
-    total_tokens: int
-    time_s: float
-    open_requests: int
-    failures: Mapping[str, int]
-    ttft_ms: float | None
-    tpot_ms: float | None
-
-
-class SnapshotObserver(Protocol):
-    """Receives snapshots during a run; must return quickly."""
-
-    def update(self, snapshot: Snapshot) -> None:
-        """Process a snapshot."""
-        ...
-
-
 class Tally:
     """Collects the records of all workers. ``start_ns`` must be set before the first record comes."""
 
     def __init__(
         self,
         plan: pa.Table,
-        observer: SnapshotObserver | None,
+        observer: Observer | None,
         on_batch: Callable[[pa.Table], None] | None,
+        label: str,
         keep_text: bool,
         thinking: bool = False,
         estimates: bool = False,
     ) -> None:
-        self._plan, self._observer, self._on_batch = plan, observer, on_batch
+        self._plan, self._observer, self._on_batch, self._label = plan, observer, on_batch, label
         self._keep_text, self._thinking, self._estimates = keep_text, thinking, estimates
         self._drafts = False  # whether an answer told of its drafts
         self._tables: list[pa.Table] = []
@@ -184,7 +161,7 @@ class Tally:
         self._open[worker] = batch.open_requests
         self._keep(batch.records)
         if self._observer is not None:
-            self._observer.update(self._snapshot())
+            self._observer.update(self._progress())
 
     def complete(self, senders: Senders) -> pa.Table:
         """All requests in plan order; ``senders`` gives the status of those without a record."""
@@ -230,16 +207,19 @@ class Tally:
         tpot_ms = float(times[-1] - times[0]) / later_tokens / 1e6 if later_tokens else None
         self._recent.append((float(times[0] - record.intended_ns) / 1e6, tpot_ms))
 
-    def _snapshot(self) -> Snapshot:
+    def _progress(self) -> Progress:
         ttfts = [ttft for ttft, _ in self._recent]
         tpots = [tpot for _, tpot in self._recent if tpot is not None]
-        return Snapshot(
+        return Progress(
+            policy=self._label,
             completed=self._completed,
             planned=self._plan.num_rows,
             output_tokens=self._output_tokens,
             total_tokens=self._output_tokens + self._input_tokens,
             time_s=max(0.0, (time.monotonic_ns() - self.start_ns) / 1e9),
-            open_requests=self.open_requests,
+            mode="",
+            running=self.open_requests,
+            waiting=0,
             failures=dict(self._failures),
             ttft_ms=float(np.median(ttfts)) if ttfts else None,
             tpot_ms=float(np.median(tpots)) if tpots else None,

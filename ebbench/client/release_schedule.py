@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from ebbench.errors import UsageError
 from ebbench.records.plan import ClosedPhase, Plan
+from ebbench.records.schema import with_columns
 from ebbench.spec.client import ClientOptions
 
 # When each session is due, without sending and without a clock.
@@ -156,14 +157,11 @@ def ramped(plan: Plan, options: ClientOptions, ramp_up_s: float) -> tuple[Plan, 
     if plan.closed_loop:
         spacing_s = ramp_up_s / plan.phases[0].max_concurrency
         return replace(plan, facts=facts), replace(options, slot_spacing_s=spacing_s)
-    index = plan.table.schema.get_field_index("arrival_ns")
     arrival = plan.table.column("arrival_ns").combine_chunks()
     known = arrival.is_valid().to_numpy(zero_copy_only=False)
     slowed = slow_start_ns(arrival.fill_null(0).to_numpy(zero_copy_only=False), round(ramp_up_s * 1e9))
     column = pa.array(slowed, pa.int64(), mask=~known)
-    return replace(
-        plan, table=plan.table.set_column(index, plan.table.schema.field(index), column), facts=facts
-    ), options
+    return replace(plan, table=with_columns(plan.table, {"arrival_ns": column}), facts=facts), options
 
 
 def slow_start_ns(arrival_ns: npt.NDArray[np.int64], ramp_ns: int) -> npt.NDArray[np.int64]:

@@ -328,16 +328,12 @@ class _OpenRequest:
             self.task.cancel()
 
 
-def request_head(target: str, options: ClientOptions, environ: Mapping[str, str]) -> RequestHead:
-    """The head of every request to the URL ``target``. Raises UsageError for the URL."""
-    return RequestHead.of("POST", target, _headers(options, environ))
-
-
 class RequestSender:
-    """Sends requests to one URL. Use as an asynchronous context manager. ``head``: see :func:`request_head`."""
+    """Sends requests to one URL. Use as an asynchronous context manager. Raises UsageError for the URL."""
 
-    def __init__(self, target: str, head: RequestHead, options: ClientOptions, environ: Mapping[str, str]) -> None:
+    def __init__(self, target: str, options: ClientOptions, environ: Mapping[str, str]) -> None:
         self._options, self._target = options, target
+        head = RequestHead.of("POST", target, _headers(options, environ))
         tls = tls_context(options.verify_tls, options.ca_file, environ) if head.address.secure else None
         self._pool: ConnectionPool | None = None
         self._client: httpx.AsyncClient | None = None

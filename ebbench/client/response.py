@@ -521,8 +521,8 @@ def _failure(streamed: StreamedResponse, count: int | None, planned_tokens: int,
     if count is None:
         if odd := streamed.odd_count:
             return "bad_usage", f"the server reported {odd} output tokens, which is no possible number of tokens"
-        usage = f"a usage without the number of output tokens, {shown(streamed.usage)[:200]}"
-        return "no_usage", f"the server reported {usage if streamed.usage else 'no usage'}: that number is unknown"
+        given = f"the usage {shown(streamed.usage)[:200]}" if streamed.usage else "no usage"
+        return "no_usage", f"the server reported {given}: the number of output tokens is unknown"
     if count == 0 or not streamed.times_ns:
         return "empty_output", f"{count} tokens in {len(streamed.times_ns)} messages"
     if streamed.estimated:

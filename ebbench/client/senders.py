@@ -9,10 +9,9 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -34,10 +33,8 @@ from ebbench.client.messages import (
     send,
 )
 from ebbench.client.release_schedule import ReleaseSchedule, SharedMemory, memory_folder
-from ebbench.client.request_sender import request_head
 from ebbench.client.session_plan import PlanPart, SessionPlan
 from ebbench.client.worker import WorkerSockets, run_worker, worker_process
-from ebbench.config.server_url import ServerUrl
 from ebbench.errors import UsageError
 from ebbench.network.connections import CA_VARIABLES
 from ebbench.network.credentials import KEY_VARIABLES
@@ -53,6 +50,9 @@ from ebbench.process.child import (
 from ebbench.process.termination import on_signal
 from ebbench.records.warnings import RunWarning
 from ebbench.spec.client import ClientOptions
+
+if TYPE_CHECKING:
+    from ebbench.client.nodes import NodeSenders
 
 # Worker processes as seen by their parent: starting, messages, stopping, and ending in every case.
 
@@ -71,50 +71,6 @@ class WorkerHandle:
     lost: bool = False
 
 
-@dataclass
-class WorkerPool:
-    """All workers, as child processes or as tasks of this process."""
-
-    handles: list[WorkerHandle] = field(default_factory=list)
-    processes: list[Child | ForkedChild] = field(default_factory=list)
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
-
-    def send_all(self, message: FromParent) -> None:
-        """Send a message to every worker that is still running."""
-        for handle in self.handles:
-            if handle.done is None and not handle.lost:
-                send(handle.writer, message)
-
-    async def ready(self) -> None:
-        """Wait until all workers have loaded the plan."""
-        for handle in self.handles:
-            message = await from_worker(handle.reader)
-            if not isinstance(message, Ready):
-                self._gone(handle, message if isinstance(message, WorkerDone) else None)
-
-    def begin(self, start_ns: int) -> None:
-        """Start all workers at ``start_ns``."""
-        self.send_all(Start(start_ns))
-
-    async def listen(self, on_batch: Callable[[WorkerHandle, Batch], None]) -> None:
-        """Receive the messages of all workers until each is done or lost."""
-        await asyncio.gather(*(self._listen(handle, on_batch) for handle in self.handles))
-
-    async def _listen(self, handle: WorkerHandle, on_batch: Callable[[WorkerHandle, Batch], None]) -> None:
-        while handle.done is None and not handle.lost:
-            message = await from_worker(handle.reader)
-            if isinstance(message, Batch):
-                on_batch(handle, message)
-            else:
-                self._gone(handle, message if isinstance(message, WorkerDone) else None)
-
-    def _gone(self, handle: WorkerHandle, done: WorkerDone | None) -> None:
-        """Record that a worker ended. If it failed, stop the others: in a closed loop they would wait for its slots."""
-        handle.done, handle.lost = done, done is None
-        if done is None or done.error is not None:
-            self.send_all(Stop(abort=True))
-
-
 def workers_for(most_open: int, options: ClientOptions) -> int:
     """Number of workers: as asked, or one per 512 sessions open at a time, at most one per CPU core."""
     if options.workers is not None:
@@ -123,13 +79,14 @@ def workers_for(most_open: int, options: ClientOptions) -> int:
 
 
 @contextlib.asynccontextmanager
-async def worker_pool(assignment: Assignment, workers: int, environ: Mapping[str, str]) -> AsyncIterator[WorkerPool]:
+async def _workers(
+    pool: LocalSenders, assignment: Assignment, workers: int, environ: Mapping[str, str]
+) -> AsyncIterator[None]:
     """Start ``workers`` processes with ``assignment`` and a number each; on exit, end them in every case.
 
     0 workers: one worker runs in this process.
     """
     count = max(1, workers)
-    pool = WorkerPool()
     wake_ups = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(count)]
     for end in (end for pair in wake_ups for end in pair):
         end.setblocking(False)
@@ -146,7 +103,7 @@ async def worker_pool(assignment: Assignment, workers: int, environ: Mapping[str
                 pool.processes.append(await _started(sockets, environ))
                 theirs.close()
             send(writer, msgspec.structs.replace(assignment, worker=number, workers=count))
-        yield pool
+        yield
     finally:
         await _end(pool)
         for end in (end for pair in wake_ups for end in pair):
@@ -181,7 +138,7 @@ async def _started(sockets: WorkerSockets, environ: Mapping[str, str]) -> Child 
     return await started
 
 
-async def _end(pool: WorkerPool) -> None:
+async def _end(pool: LocalSenders) -> None:
     """Close the sockets, on which workers abort by themselves; kill those that do not."""
     for handle in pool.handles:
         handle.writer.close()
@@ -200,7 +157,7 @@ async def _end(pool: WorkerPool) -> None:
 
 
 class Interrupts:
-    """Context manager of the task that sends a plan.
+    """What stops the task that sends a plan, inside the context ``signals``.
 
     The signal handler only wakes the event loop, so that a signal is never an exception inside it. Leaving raises
     nothing: a run that has sent requests ends with what was measured, see ``interrupted``. A signal after that waits
@@ -214,12 +171,12 @@ class Interrupts:
         self._task = task
         self._senders: Senders | None = None
         self._stops = 0
-        self._signals = on_signal(self._wake)
+        self.signals = on_signal(self._wake)
 
     @property
     def interrupted(self) -> bool:
         """Whether a signal was received."""
-        return self._signals.received > 0
+        return self.signals.received > 0
 
     def stop(self, senders: Senders) -> None:
         """From now on stop ``senders`` instead of cancelling the run. Call it before they start."""
@@ -227,16 +184,7 @@ class Interrupts:
 
     def close(self) -> None:
         """React to no further signal: all requests have ended."""
-        self._signals.__exit__(None, None, None)
-
-    def __enter__(self) -> Interrupts:
-        self._signals.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._signals.__exit__(kind, error, trace)
+        self.signals.__exit__(None, None, None)
 
     def _wake(self) -> None:
         self._loop.call_soon_threadsafe(self._react)
@@ -249,49 +197,10 @@ class Interrupts:
             self._task.cancel()
 
 
-LEAD_NS = 100_000_000
-"""Time between "all workers are ready" and the start: the message must reach every worker in time."""
 OnBatch = Callable[[int, Batch], None]
 """Receives the number of a worker and the requests that it finished."""
 Seen = npt.NDArray[np.bool_]
 """Whether a request has a record, by row of the plan."""
-
-
-class Senders(Protocol):
-    """Workers that send one plan, on one machine or several."""
-
-    @property
-    def lead_ns(self) -> int:
-        """Time (ns) that the start must lie ahead when :meth:`begin` is called."""
-        ...
-
-    async def ready(self) -> None:
-        """Wait until all workers have loaded the plan."""
-        ...
-
-    async def begin(self, start_ns: int) -> None:
-        """Start all workers at ``start_ns`` (monotonic, of this machine)."""
-        ...
-
-    def send_all(self, message: FromParent) -> None:
-        """Send a message to every worker that is still running."""
-        ...
-
-    async def listen(self, on_batch: OnBatch) -> None:
-        """Pass on finished requests until each worker is done or lost."""
-        ...
-
-    def missing(self, seen: Seen) -> list[RequestRecord]:
-        """Records of the requests that no worker reported: never sent, or lost with their worker."""
-        ...
-
-    def workers(self) -> Mapping[int, WorkerDone | None]:
-        """The final message of each worker by its number; None for one that was lost."""
-        ...
-
-    def findings(self, limit_ms: float) -> Findings:
-        """Facts, warnings and reasons for INVALID about the machines. ``limit_ms``: the limit on the client's lag."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -305,68 +214,84 @@ class Findings:
 
 @dataclass
 class LocalSenders:
-    """The workers of this machine and their release schedule."""
+    """The workers of this machine, as child processes or as tasks of this process, and their release schedule."""
 
-    pool: WorkerPool
     schedule: ReleaseSchedule
     part: PlanPart
-    lead_ns: int = LEAD_NS
+    handles: list[WorkerHandle] = field(default_factory=list)
+    processes: list[Child | ForkedChild] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    lead_ns = 100_000_000
+    """Time between "all workers are ready" and the start: the message must reach every worker in time."""
 
     async def ready(self) -> None:
-        """See Senders."""
-        await self.pool.ready()
+        """Wait until all workers have loaded the plan."""
+        for handle in self.handles:
+            message = await from_worker(handle.reader)
+            if not isinstance(message, Ready):
+                self._gone(handle, message if isinstance(message, WorkerDone) else None)
 
     async def begin(self, start_ns: int) -> None:
-        """See Senders."""
+        """Start all workers at ``start_ns`` (monotonic, of this machine)."""
         self.schedule.begin(start_ns)
-        self.pool.begin(start_ns)
+        self.send_all(Start(start_ns))
 
     def send_all(self, message: FromParent) -> None:
-        """See Senders."""
-        self.pool.send_all(message)
+        """Send a message to every worker that is still running."""
+        for handle in self.handles:
+            if handle.done is None and not handle.lost:
+                send(handle.writer, message)
 
     async def listen(self, on_batch: OnBatch) -> None:
-        """See Senders."""
-        await self.pool.listen(lambda handle, batch: on_batch(handle.number, batch))
+        """Pass on finished requests until each worker is done or lost."""
+        await asyncio.gather(*(self._listen(handle, on_batch) for handle in self.handles))
+
+    async def _listen(self, handle: WorkerHandle, on_batch: OnBatch) -> None:
+        while handle.done is None and not handle.lost:
+            message = await from_worker(handle.reader)
+            if isinstance(message, Batch):
+                on_batch(handle.number, message)
+            else:
+                self._gone(handle, message if isinstance(message, WorkerDone) else None)
+
+    def _gone(self, handle: WorkerHandle, done: WorkerDone | None) -> None:
+        """Record that a worker ended. If it failed, stop the others: in a closed loop they would wait for its slots."""
+        handle.done, handle.lost = done, done is None
+        if done is None or done.error is not None:
+            self.send_all(Stop(abort=True))
 
     def missing(self, seen: Seen) -> list[RequestRecord]:
-        """See Senders."""
-        return missing_records(self.part.sessions, self.schedule.released, self.part.dropped, seen)
+        """Records of the requests that no worker reported: never sent, or lost with their worker."""
+        return missing_records(self.part, self.schedule.released, seen)
 
     def workers(self) -> Mapping[int, WorkerDone | None]:
-        """See Senders."""
-        return {handle.number: handle.done for handle in self.pool.handles}
+        """The final message of each worker by its number; None for one that was lost."""
+        return {handle.number: handle.done for handle in self.handles}
 
     def findings(self, limit_ms: float) -> Findings:
-        """See Senders."""
+        """Facts, warnings and reasons for INVALID about the machines. ``limit_ms``: the limit on the client's lag."""
         return Findings({})
 
 
+Senders: TypeAlias = "LocalSenders | NodeSenders"
+"""Workers that send one plan, on one machine or several."""
+
+
 @contextlib.asynccontextmanager
-async def local_senders(
-    part: PlanPart, url: ServerUrl, model: str, options: ClientOptions, id_prefix: str, environ: Mapping[str, str]
-) -> AsyncIterator[LocalSenders]:
+async def local_senders(part: PlanPart, environ: Mapping[str, str]) -> AsyncIterator[LocalSenders]:
     """Start this machine's workers with ``part``; on exit, end them in every case.
 
     Raises UsageError if a worker may not open as many connections as its share of the load needs.
     """
-    workers, target = workers_for(part.most_open, options), url.target(options.endpoint, model)
-    head = request_head(target, options, environ)
+    workers = workers_for(part.load.most_open, part.load.options)
     _allow_connections(part, max(1, workers))
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ebbench-", dir=memory_folder()))
         memory = stack.enter_context(contextlib.closing(_shared_files(folder, part.table, part.sessions)))
         # No lock here: this process writes the schedule before the start and reads it after the end.
-        schedule = ReleaseSchedule(
-            memory, contextlib.nullcontext(), part.sessions.sessions, part.sessions.slots, part.sessions.arrivals
-        )
-        assignment = Assignment(
-            worker=0, workers=0, target=target, head=head, model=model, id_prefix=id_prefix, folder=folder,
-            options=replace(options, slot_spacing_s=part.spacing_ns / 1e9),
-            phases=part.phases, max_concurrency=part.max_concurrency, dropped=part.dropped,
-        )  # fmt: skip
-        async with worker_pool(assignment, workers, environ) as pool:
-            yield LocalSenders(pool, schedule, part)
+        senders = LocalSenders(part.sessions.schedule(memory, contextlib.nullcontext()), part)
+        async with _workers(senders, Assignment(0, 0, folder, part.load), workers, environ):
+            yield senders
 
 
 def _allow_connections(part: PlanPart, workers: int) -> None:
@@ -374,37 +299,34 @@ def _allow_connections(part: PlanPart, workers: int) -> None:
 
     Without a limit on open sessions that is as many as there are, or as the system lets.
     """
-    most = -(-part.most_open // workers)
+    most_open = part.load.most_open
+    most = -(-most_open // workers)
     allowed = allow_open_files(2 * (most or part.sessions.sessions) + OTHER_FILES)
     if most and allowed < most + OTHER_FILES:
-        enough = -(-part.most_open // (allowed - OTHER_FILES)) if allowed > OTHER_FILES else 0
+        enough = -(-most_open // (allowed - OTHER_FILES)) if allowed > OTHER_FILES else 0
         remedy = f", or give --workers {enough}" if enough else ""
         raise UsageError(
-            f"{part.most_open:,} requests open at a time need {most + OTHER_FILES:,} open files in a client process, "
+            f"{most_open:,} requests open at a time need {most + OTHER_FILES:,} open files in a client process, "
             f"and the hard limit is {allowed:,}: raise it (ulimit -Hn, as root){remedy}"
         )
 
 
 def missing_records(
-    plan: SessionPlan,
-    released: int,
-    dropped: frozenset[int],
-    seen: Seen,
-    lost: str = "worker_lost",
-    unsent: str = "not_released",
+    part: PlanPart, released: int, seen: Seen, lost: str = "worker_lost", unsent: str = "not_released"
 ) -> list[RequestRecord]:
-    """Records for the rows that have none.
+    """Records for the rows of ``part`` that have none.
 
     Those of the first ``released`` sessions are failed with the error class ``lost``, the others never sent with the
     class ``unsent``.
     """
     records = []
-    for session in range(plan.sessions):
-        for row in plan.turns(session):
+    for session in range(part.sessions.sessions):
+        for row in part.sessions.turns(session):
             if seen[row]:
                 continue
-            failed = session < released and row not in dropped
-            reason = "too_long" if row in dropped else lost if failed else unsent
+            dropped = row in part.load.dropped
+            failed = session < released and not dropped
+            reason = "too_long" if dropped else lost if failed else unsent
             records.append(RequestRecord(row, -1, "failed" if failed else "never_sent", error_class=reason))
     return records
 

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import os
 import ssl
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -101,34 +101,20 @@ T = TypeVar("T")
 def run_to_end(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """The result of ``make()`` on an event loop of its own; its exceptions pass through."""
 
-    def run() -> T:
-        return uvloop.run(make())
-
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return run()
-    return _in_thread(run)
-
-
-def _in_thread(run: Callable[[], T]) -> T:
-    outcome: list[T] = []
-    failure: list[BaseException] = []
+        return uvloop.run(make())
     signals = signals_here()
 
-    def body() -> None:
-        try:
-            with stoppable_from(signals):  # the caller waits, so that what it is signalled is for this thread
-                outcome.append(run())
-        except BaseException as error:
-            failure.append(error)
+    def run() -> T:
+        with stoppable_from(signals):  # the caller waits, so that what it is signalled is for this thread
+            return uvloop.run(make())
 
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return outcome[0]
+    threads = ThreadPoolExecutor(1)
+    answer = threads.submit(run)
+    threads.shutdown(wait=False)
+    return answer.result()
 
 
 # Single questions, each on a connection of its own: an idle one would occupy a thread of a server that has few of them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,11 +15,13 @@ import pyarrow as pa
 
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.dialects import DIALECTS
-from ebbench.client.release_schedule import Arrivals, Slots
-from ebbench.config.server_url import Endpoint
+from ebbench.client.release_schedule import Arrivals, ReleaseSchedule, SharedInts, Slots
+from ebbench.config.server_url import Endpoint, ServerUrl
 from ebbench.errors import UsageError
 from ebbench.records import CHUNK_TOKENS
 from ebbench.records.plan import ClosedPhase, TurnGraph, block_tokens, turn_graph
+from ebbench.records.schema import with_columns
+from ebbench.spec.client import ClientOptions
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,10 @@ class SessionPlan:
     def sessions(self) -> int:
         """Number of sessions."""
         return len(self.starts) - 1
+
+    def schedule(self, memory: SharedInts, lock: AbstractContextManager[object]) -> ReleaseSchedule:
+        """The release of the sessions, with its state in ``memory``."""
+        return ReleaseSchedule(memory, lock, self.sessions, self.slots, self.arrivals)
 
     def turns(self, session: int) -> Sequence[int]:
         """Rows of a session, in turn order."""
@@ -123,9 +130,7 @@ def unique_ids(table: pa.Table) -> tuple[pa.Table, int]:
             candidate = f"{name}#{number}"
         taken.add(candidate)
         unique.append(candidate)
-    index = table.schema.get_field_index("request_id")
-    changed = sum(a != b for a, b in zip(ids, unique, strict=True))
-    return table.set_column(index, table.schema.field(index), pa.array(unique, pa.string())), changed
+    return with_columns(table, {"request_id": unique}), sum(a != b for a, b in zip(ids, unique, strict=True))
 
 
 def check_attachments(table: pa.Table, endpoint: Endpoint, served: frozenset[str] | None) -> None:
@@ -199,41 +204,49 @@ _TOO_LITTLE = (
 
 
 @dataclass(frozen=True)
-class PlanPart:
-    """The requests that one machine sends.
+class MachineLoad:
+    """What one machine sends where, beside the requests themselves.
 
-    ``rows``: their rows in the whole plan, ascending. ``table``: the same requests (schema PLAN). ``phases`` and
-    ``max_concurrency``: this machine's share of the plan's. ``dropped``: rows of ``table`` that are not sent.
-    ``spacing_ns``: time between the openings of new slots.
+    ``phases`` and ``max_concurrency``: this machine's share of the plan's. ``dropped``: rows of its requests that are
+    not sent. ``spacing_ns``: time between the openings of new slots.
     """
 
-    rows: Ints
-    table: pa.Table
+    url: ServerUrl
+    model: str
+    options: ClientOptions
+    id_prefix: str
     phases: tuple[ClosedPhase, ...]
     max_concurrency: int | None
     dropped: frozenset[int]
     spacing_ns: int
 
-    @cached_property
-    def sessions(self) -> SessionPlan:
-        """The part by sessions in release order."""
-        return plan_sessions(self.table, self.phases, self.max_concurrency, self.spacing_ns)
+    @property
+    def target(self) -> str:
+        """The URL of every request."""
+        return self.url.target(self.options.endpoint, self.model)
 
     @property
     def most_open(self) -> int:
         """How many sessions may be open at a time; 0 if the plan sets no limit."""
         return max((phase.max_concurrency for phase in self.phases), default=self.max_concurrency or 0)
 
+    def sessions(self, table: pa.Table) -> SessionPlan:
+        """The requests of ``table`` by sessions in release order."""
+        return plan_sessions(table, self.phases, self.max_concurrency, self.spacing_ns)
 
-def whole(
-    table: pa.Table,
-    phases: tuple[ClosedPhase, ...],
-    max_concurrency: int | None,
-    dropped: frozenset[int],
-    spacing_ns: int,
-) -> PlanPart:
-    """The whole plan as the part of one machine."""
-    return PlanPart(np.arange(table.num_rows), table, phases, max_concurrency, dropped, spacing_ns)
+
+@dataclass(frozen=True)
+class PlanPart:
+    """The requests that one machine sends (schema PLAN), and their rows in the whole plan, ascending."""
+
+    rows: Ints
+    table: pa.Table
+    load: MachineLoad
+
+    @cached_property
+    def sessions(self) -> SessionPlan:
+        """The part by sessions in release order."""
+        return self.load.sessions(self.table)
 
 
 def split(plan: PlanPart, machines: int) -> list[PlanPart]:
@@ -243,9 +256,9 @@ def split(plan: PlanPart, machines: int) -> list[PlanPart]:
     machines' shares of the phase's slots. The shares of a limit differ by 1 at most. Raises UsageError if a machine
     would have no slot or no session.
     """
-    limits = [phase.max_concurrency for phase in plan.phases]
-    if plan.max_concurrency is not None:
-        limits.append(plan.max_concurrency)
+    limits = [phase.max_concurrency for phase in plan.load.phases]
+    if plan.load.max_concurrency is not None:
+        limits.append(plan.load.max_concurrency)
     if min([plan.sessions.sessions, *limits]) < machines:
         raise UsageError(_TOO_LITTLE.format(machines))
     machine_of = _dealt(plan, machines)
@@ -265,11 +278,12 @@ def shares(limit: int, machines: int) -> list[int]:
 
 def _dealt(plan: PlanPart, machines: int) -> Ints:
     """The machine of each session, by session in release order."""
-    if not plan.phases:
+    phases = plan.load.phases
+    if not phases:
         return np.arange(plan.sessions.sessions) % machines
-    dealt = [np.resize(_turn_order(shares(phase.max_concurrency, machines)), phase.sessions) for phase in plan.phases]
+    dealt = [np.resize(_turn_order(shares(phase.max_concurrency, machines)), phase.sessions) for phase in phases]
     order: Ints = np.concatenate(dealt)
-    last = _turn_order(shares(plan.phases[-1].max_concurrency, machines))
+    last = _turn_order(shares(phases[-1].max_concurrency, machines))
     # Sessions after the last phase belong to it.
     return np.concatenate([order, np.resize(last, max(0, plan.sessions.sessions - len(order)))])
 
@@ -284,22 +298,22 @@ def _turn_order(slots: Sequence[int]) -> Ints:
 
 def _machine_part(plan: PlanPart, machine_of: Ints, session_of_row: Ints, number: int, machines: int) -> PlanPart:
     local = np.flatnonzero(machine_of[session_of_row] == number)
-    phases, first = [], 0
-    for phase in plan.phases:
+    load, phases, first = plan.load, [], 0
+    for phase in load.phases:
         own = int(np.count_nonzero(machine_of[first : first + phase.sessions] == number))
         slots = shares(phase.max_concurrency, machines)[number]
         phases.append(replace(phase, sessions=own, max_concurrency=slots))
         first += phase.sessions
-    limit = plan.max_concurrency
-    dropped = np.flatnonzero(np.isin(local, np.fromiter(plan.dropped, np.int64, len(plan.dropped))))
-    return PlanPart(
-        rows=plan.rows[local],
-        table=plan.table.take(pa.array(local)).combine_chunks(),
+    limit = load.max_concurrency
+    dropped = np.flatnonzero(np.isin(local, np.fromiter(load.dropped, np.int64, len(load.dropped))))
+    own_load = replace(
+        load,
         phases=tuple(phases),
         max_concurrency=None if limit is None else shares(limit, machines)[number],
         dropped=frozenset(dropped.tolist()),
-        spacing_ns=plan.spacing_ns * machines,
+        spacing_ns=load.spacing_ns * machines,
     )
+    return PlanPart(plan.rows[local], plan.table.take(pa.array(local)).combine_chunks(), own_load)
 
 
 # Builds the bodies of long prompts before they are due, in a thread of their own.

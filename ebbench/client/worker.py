@@ -7,10 +7,10 @@ import contextlib
 import socket
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import uvloop
@@ -35,13 +35,13 @@ from ebbench.client.messages import (
 from ebbench.client.release_schedule import NEVER, Arrivals, FileLock, ReleaseSchedule, SharedMemory
 from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import BODY_LIMIT, LONGEST_MODEL, StreamedResponse, classify, response_to
-from ebbench.client.session_plan import BodiesAhead, SessionPlan, plan_sessions
+from ebbench.client.session_plan import BodiesAhead, SessionPlan
 from ebbench.network.credentials import redacted
 from ebbench.process.alarm import Alarm, take_short_slices
 from ebbench.process.child import make_room_for_files
 from ebbench.process.interpreter import no_full_collections
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
-from ebbench.spec.client import secrets, spacing_ns
+from ebbench.spec.client import secrets
 
 if TYPE_CHECKING:
     from ebbench.workloads.tokens import TokenizerCount
@@ -49,42 +49,13 @@ if TYPE_CHECKING:
 # One open session of a worker: sends its requests in the order of its graph, with their pauses.
 
 NOT_RELEASED = "not_released"
-BodyOf = Callable[[Turn, Sequence[tuple[str, str]], bool], bytes]
-"""The body of a request: of a turn, with the history of its session, and whether its client may hang up."""
-
-
-class Reports(Protocol):
-    """Receives the results of requests."""
-
-    def ended(self, turn: Turn, intended_ns: int, answer: StreamedResponse) -> str:
-        """Record a request that was sent; returns its status."""
-        ...
-
-    def never_sent(self, rows: Sequence[int], reason: str) -> None:
-        """Record requests that were not sent."""
-        ...
 
 
 class OpenSession:
-    """The state of one session: which requests have ended, and the texts that later turns repeat.
+    """The state of one session of a worker: which requests have ended, and the texts that later turns repeat."""
 
-    ``stopping`` is set when no further request may be sent, which also ends pauses.
-    """
-
-    def __init__(
-        self,
-        plan: SessionPlan,
-        rows: Sequence[int],
-        assignment: Assignment,
-        body: BodyOf,
-        sender: RequestSender,
-        reports: Reports,
-        stopping: asyncio.Event,
-        stopped: Callable[[], bool],
-    ) -> None:
-        self._plan, self._rows, self._graph = plan, rows, plan.graph
-        self._assignment, self._body, self._sender, self._reports = assignment, body, sender, reports
-        self._stopping, self._stopped = stopping, stopped
+    def __init__(self, worker: Worker, rows: Sequence[int]) -> None:
+        self._worker, self._rows, self._plan, self._graph = worker, rows, worker.session_plan, worker.session_plan.graph
         self._waits = {row: int(self._graph.waits[row]) for row in rows} if self._graph.branched else {}
         self._ready_ns: dict[int, int] = {}  # latest end among the requests that a row waits for
         self._given_up: set[int] = set()
@@ -117,22 +88,23 @@ class OpenSession:
     async def _send(self, row: int, ready_ns: int) -> tuple[int, list[int]]:
         """Send one request after its pause. Returns its end and the rows that may be sent then."""
         intended_ns = ready_ns + self._graph.pause_of(row)
-        if intended_ns > ready_ns and not self._stopped():
+        worker, schedule = self._worker, self._worker.schedule
+        if intended_ns > ready_ns and not schedule.stopped:
             await self._pause_until(intended_ns)
-        if self._stopped():
+        if schedule.stopped:
             self._give_up(row, NOT_RELEASED, itself=True)
             return ready_ns, []
-        if row in self._assignment.dropped:  # the parent adds its record
+        if row in worker.load.dropped:  # the parent adds its record
             return ready_ns, self._after(row, ready_ns)
         turn, hang_up_ns = self._plan.turn(row), self._plan.hang_up_ns(row)
         history, asked = self._histories.get(turn.content, ([], ""))
         whole = turn.prompt is not None and turn.prompt.startswith(asked)
-        body = self._body(turn, () if whole else history, hang_up_ns is not None)
-        options = self._assignment.options
+        body = worker.body(turn, () if whole else history, may_hang_up=hang_up_ns is not None)
+        options = worker.load.options
         keep_text = options.keep_text or bool(options.tokenizer) or (turn.prompt is not None and len(self._rows) > 1)
         answer = response_to(DIALECTS[options.endpoint], keep_text)
-        await self._sender.send(self._assignment.id_prefix + turn.request_id, body, answer, hang_up_ns)
-        status = self._reports.ended(turn, intended_ns, answer)
+        await worker.sender.send(worker.load.id_prefix + turn.request_id, body, answer, hang_up_ns)
+        status = worker.ended(turn, intended_ns, answer)
         if status != "ok":
             self._give_up(row, EARLIER_TURN_ABANDONED if status == ABANDONED else EARLIER_TURN_FAILED)
             return answer.end_ns, []
@@ -153,13 +125,14 @@ class OpenSession:
         """Record the requests that wait for ``row`` as never sent."""
         lost = [descendant for descendant in self._graph.descendants(row) if descendant not in self._given_up]
         self._given_up.update(lost)
-        self._reports.never_sent(sorted([row, *lost] if itself else lost), reason)
+        self._worker.never_sent(sorted([row, *lost] if itself else lost), reason)
 
     async def _pause_until(self, time_ns: int) -> None:
+        stopping = self._worker.stopping
         # Timers of the loop may fire up to a millisecond early.
-        while not self._stopping.is_set() and (left_ns := time_ns - time.monotonic_ns()) > 0:
+        while not stopping.is_set() and (left_ns := time_ns - time.monotonic_ns()) > 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), left_ns / 1e9)
+                await asyncio.wait_for(stopping.wait(), left_ns / 1e9)
 
 
 # Main function of a worker process: reads its assignment, prepares, sends its share of the requests, reports.
@@ -198,26 +171,15 @@ async def _send_part(
     writer: asyncio.StreamWriter,
 ) -> WorkerDone:
     """Send the requests."""
-    session_plan = plan_sessions(
-        _mapped(plan_path(assignment.folder)),
-        assignment.phases,
-        assignment.max_concurrency,
-        spacing_ns(assignment.options),
-    )
-    bodies = RequestBodies(assignment.model, assignment.options)
+    load, session_plan = assignment.load, assignment.load.sessions(_mapped(plan_path(assignment.folder)))
+    bodies = RequestBodies(load.model, load.options)
     with contextlib.ExitStack() as stack:
         memory = stack.enter_context(contextlib.closing(SharedMemory(schedule_path(assignment.folder))))
         lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if assignment.workers > 1:  # otherwise no other process uses the schedule between the start and the end
             lock = stack.enter_context(contextlib.closing(FileLock(lock_path(assignment.folder))))
-        schedule = ReleaseSchedule(
-            memory,
-            lock,
-            session_plan.sessions,
-            session_plan.slots,
-            session_plan.arrivals,
-        )
-        async with RequestSender(assignment.target, assignment.head, assignment.options, environ) as sender:
+        schedule = session_plan.schedule(memory, lock)
+        async with RequestSender(load.target, load.options, environ) as sender:
             worker = Worker(assignment, session_plan, schedule, bodies, sender, sockets, writer, environ)
             await sender.prepare(worker.initial_connections(), reserve=worker.open_loop)
             worker.ahead.start(worker.first_sessions())
@@ -260,7 +222,10 @@ class WorkerSockets:
 
 
 class Worker:
-    """One worker and its open sessions."""
+    """One worker and its open sessions.
+
+    ``stopping`` is set when no further request may be sent, which also ends pauses.
+    """
 
     def __init__(
         self,
@@ -273,9 +238,10 @@ class Worker:
         writer: asyncio.StreamWriter,
         environ: Mapping[str, str],
     ) -> None:
-        self._assignment, self._session_plan, self._schedule, self._bodies = assignment, session_plan, schedule, bodies
-        self._sender, self._sockets, self._writer = sender, sockets, writer
-        self._secrets = secrets(assignment.options, environ)
+        self.assignment, self.session_plan, self.schedule, self._bodies = assignment, session_plan, schedule, bodies
+        self.load = assignment.load
+        self.sender, self._sockets, self._writer = sender, sockets, writer
+        self._secrets = secrets(self.load.options, environ)
         self._loop = asyncio.get_running_loop()
         self._alarm = Alarm(self._loop, self._on_alarm)
         self._own_next = assignment.worker
@@ -284,9 +250,9 @@ class Worker:
         self._tokens = 0
         self.ahead = BodiesAhead(bodies, session_plan, assignment.worker, assignment.workers)
         self._idle = asyncio.Event()
-        self._stopping = asyncio.Event()
+        self.stopping = asyncio.Event()
         self._failure: BaseException | None = None
-        self._counter = _counter(assignment.options.tokenizer)
+        self._counter = _counter(self.load.options.tokenizer)
 
     async def run(self, reader: asyncio.StreamReader) -> None:
         """Run to the end of the plan, or until the parent sends Stop."""
@@ -294,7 +260,7 @@ class Worker:
         listener = asyncio.create_task(self._listen(reader))
         reporter = asyncio.create_task(self._report_regularly())
         try:
-            self._alarm.set(self._schedule.start_ns)
+            self._alarm.set(self.schedule.start_ns)
             await self._idle.wait()
         finally:
             self._loop.remove_reader(self._sockets.wake_up.fileno())
@@ -307,11 +273,11 @@ class Worker:
 
     def first_sessions(self) -> int:
         """Number of sessions that this worker releases soon after the start: those of its slots, or that arrive."""
-        if self._session_plan.arrivals is not None:
-            soon = bisect_right(self._session_plan.arrivals.arrival_ns, round(_SOON_S * 1e9))
-            return min(-(-soon // self._assignment.workers), _MAX_PRECONNECTIONS)
-        share = self._schedule.share(self._assignment.workers)
-        return self._session_plan.sessions if share is None else min(share, self._session_plan.sessions)
+        if self.session_plan.arrivals is not None:
+            soon = bisect_right(self.session_plan.arrivals.arrival_ns, round(_SOON_S * 1e9))
+            return min(-(-soon // self.assignment.workers), _MAX_PRECONNECTIONS)
+        share = self.schedule.share(self.assignment.workers)
+        return self.session_plan.sessions if share is None else min(share, self.session_plan.sessions)
 
     def initial_connections(self) -> int:
         """Number of connections that are surely in use together soon after the start.
@@ -320,34 +286,34 @@ class Worker:
         idle connection occupies a thread of a server that has few.
         """
         first = self.first_sessions()
-        if self._session_plan.arrivals is not None:
-            at_once = bisect_right(self._session_plan.arrivals.arrival_ns, round(_AT_ONCE_S * 1e9))
-            return min(-(-at_once // self._assignment.workers), first)
-        spacing_s = self._assignment.options.slot_spacing_s
-        return first if not spacing_s else min(first, 1 + round(_SLOTS_OPEN_S / spacing_s / self._assignment.workers))
+        if self.session_plan.arrivals is not None:
+            at_once = bisect_right(self.session_plan.arrivals.arrival_ns, round(_AT_ONCE_S * 1e9))
+            return min(-(-at_once // self.assignment.workers), first)
+        spacing_s = self.load.spacing_ns / 1e9
+        return first if not spacing_s else min(first, 1 + round(_SLOTS_OPEN_S / spacing_s / self.assignment.workers))
 
     @property
     def open_loop(self) -> bool:
         """Whether sessions start at fixed times, independent of how many are open."""
-        return self._session_plan.arrivals is not None
+        return self.session_plan.arrivals is not None
 
     def _on_alarm(self) -> None:
         """Timer callback: at the start, at a session's arrival, or when a slot opens."""
-        if self._session_plan.arrivals is None:
+        if self.session_plan.arrivals is None:
             self._fill()
         else:
-            self._arrive(self._session_plan.arrivals)
+            self._arrive(self.session_plan.arrivals)
 
     def _arrive(self, arrivals: Arrivals) -> None:
         """Open loop: for each own session that is due, release one session; then set the timer for the next."""
-        elapsed_ns = time.monotonic_ns() - self._schedule.start_ns
+        elapsed_ns = time.monotonic_ns() - self.schedule.start_ns
         wait_ns = arrivals.wait_ns(elapsed_ns, self._own_next)
         while wait_ns == 0:
-            self._own_next += self._assignment.workers
+            self._own_next += self.assignment.workers
             self._take()
             wait_ns = arrivals.wait_ns(elapsed_ns, self._own_next)
-        if wait_ns != NEVER and not self._schedule.finished:
-            self._alarm.set(self._schedule.start_ns + elapsed_ns + wait_ns)
+        if wait_ns != NEVER and not self.schedule.finished:
+            self._alarm.set(self.schedule.start_ns + elapsed_ns + wait_ns)
         self._check_idle()
 
     def _on_wake_up(self) -> None:
@@ -358,17 +324,17 @@ class Worker:
 
     def _fill(self, changed: bool = False) -> None:
         """Release sessions up to this worker's share of the slots; wake the other workers if their share changed."""
-        if self._session_plan.arrivals is None:
-            share = self._schedule.share(self._assignment.workers)
+        if self.session_plan.arrivals is None:
+            share = self.schedule.share(self.assignment.workers)
             while share is None or len(self._open) < share:
                 if not self._take():
-                    due_ns = self._schedule.due_ns()
+                    due_ns = self.schedule.due_ns()
                     if due_ns is not None:
                         self._alarm.set(due_ns)
                     break
-                changed, share = True, self._schedule.share(self._assignment.workers)
-        closed = self._session_plan.arrivals is None
-        if changed and (self._schedule.finished or (closed and self._schedule.due_ns() is not None)):
+                changed, share = True, self.schedule.share(self.assignment.workers)
+        closed = self.session_plan.arrivals is None
+        if changed and (self.schedule.finished or (closed and self.schedule.due_ns() is not None)):
             self._wake_others()
         self._check_idle()
 
@@ -378,7 +344,7 @@ class Worker:
                 wake_up.send(b"!")
 
     def _take(self) -> bool:
-        release = self._schedule.take()
+        release = self.schedule.take()
         if release is None:
             return False
         task = self._loop.create_task(self._session(*release))
@@ -386,8 +352,8 @@ class Worker:
         return True
 
     def _check_idle(self) -> None:
-        own_done = self._session_plan.arrivals is None or self._own_next >= self._session_plan.sessions
-        if not self._open and (self._schedule.stopped or (self._schedule.finished and own_done)):
+        own_done = self.session_plan.arrivals is None or self._own_next >= self.session_plan.sessions
+        if not self._open and (self.schedule.stopped or (self.schedule.finished and own_done)):
             self._idle.set()
 
     async def _session(self, session: int, intended_ns: int) -> None:
@@ -396,44 +362,32 @@ class Worker:
         assert task is not None
         ended_ns = intended_ns
         try:
-            ended_ns = await self._opened(session).run(intended_ns)
+            ended_ns = await OpenSession(self, self.session_plan.turns(session)).run(intended_ns)
         except Exception as error:  # a bug in the client: the run ends with this error
             self._failure = self._failure or error
             self._stop()
         self._open.discard(task)
-        self._schedule.end(ended_ns)
+        self.schedule.end(ended_ns)
         # This worker takes the slot just freed; it shares further slots, if the limit rose, with the others.
-        if self._session_plan.arrivals is None or self._assignment.max_concurrency is not None:
+        if self.session_plan.arrivals is None or self.load.max_concurrency is not None:
             self._take()
         self._fill(changed=True)
 
-    def _opened(self, session: int) -> OpenSession:
-        return OpenSession(
-            self._session_plan,
-            self._session_plan.turns(session),
-            self._assignment,
-            self._body,
-            self._sender,
-            self,
-            self._stopping,
-            lambda: self._schedule.stopped,
-        )
-
-    def _body(self, turn: Turn, history: Sequence[tuple[str, str]], may_hang_up: bool) -> bytes:
+    def body(self, turn: Turn, history: Sequence[tuple[str, str]], *, may_hang_up: bool) -> bytes:
         """The request body, built ahead if it could be."""
         if turn.turn == 0 and (body := self.ahead.take(turn.row)) is not None:
             return body
-        if self._assignment.workers > 1:
-            self.ahead.passed(self._schedule.released)
+        if self.assignment.workers > 1:
+            self.ahead.passed(self.schedule.released)
         return self._bodies.build(turn, history, may_hang_up=may_hang_up)
 
     def _stop(self) -> None:
         """Send no further request; pauses end."""
-        self._schedule.stop()
-        self._stopping.set()
+        self.schedule.stop()
+        self.stopping.set()
 
     def ended(self, turn: Turn, intended_ns: int, streamed: StreamedResponse) -> str:
-        """See Reports."""
+        """Record a request that was sent; returns its status."""
         record = self._record_of(turn, intended_ns, streamed)
         self._records.append(record)
         self._tokens += record.output_tokens or 0
@@ -442,19 +396,19 @@ class Worker:
         return record.status
 
     def never_sent(self, rows: Sequence[int], reason: str) -> None:
-        """See Reports."""
+        """Record requests that were not sent."""
         for row in rows:
-            self._records.append(RequestRecord(row, self._assignment.worker, "never_sent", error_class=reason))
+            self._records.append(RequestRecord(row, self.assignment.worker, "never_sent", error_class=reason))
 
     def _record_of(self, turn: Turn, intended_ns: int, streamed: StreamedResponse) -> RequestRecord:
         if self._counter is not None:
             streamed.estimate(self._counter.count)
-        verdict = classify(streamed, turn.output_tokens, self._assignment.options.ignore_eos)
+        verdict = classify(streamed, turn.output_tokens, self.load.options.ignore_eos)
         counts, body, tokens = streamed.counts(), verdict.error_body, verdict.tokens
         odd = {name: redacted(value, self._secrets)[:_ODD_CHARACTERS] for name, value in counts.odd.items()}
         return RequestRecord(
             row=turn.row,
-            worker=self._assignment.worker,
+            worker=self.assignment.worker,
             status=verdict.status,
             intended_ns=intended_ns,
             sent_ns=streamed.sent_ns,
@@ -470,12 +424,12 @@ class Worker:
             error_class=verdict.error_class,
             error_body=redacted(body, self._secrets)[:BODY_LIMIT] if body is not None else None,
             http_status=streamed.status,
-            text=self._redacted(streamed.text) if self._assignment.options.keep_text else None,
+            text=self._redacted(streamed.text) if self.load.options.keep_text else None,
             thinking_tokens=verdict.hidden_tokens or streamed.thinking_tokens,
             first_answer_ns=tokens.times_ns[0] if verdict.hidden_tokens else streamed.first_answer_ns,
             odd_numbers=odd or None,
             first_on_connection=streamed.first_on_connection,
-            other_model=self._redacted(_other_model(streamed, turn.lora or self._assignment.model)),
+            other_model=self._redacted(_other_model(streamed, turn.lora or self.load.model)),
             estimated=streamed.estimated,
             drafts=counts.drafts,
         )
@@ -488,12 +442,12 @@ class Worker:
         while True:
             message = await from_parent(reader)
             if isinstance(message, Stop) and message.finish_sessions:
-                self._schedule.close()
+                self.schedule.close()
                 self._check_idle()
                 continue
             self._stop()
             if not isinstance(message, Stop) or message.abort:
-                self._sender.abort()
+                self.sender.abort()
             self._check_idle()
             if message is None:
                 return
@@ -505,7 +459,7 @@ class Worker:
 
     def _report(self) -> None:
         records, self._records = self._records, []
-        send(self._writer, Batch(records, self._sender.in_flight, self._tokens))
+        send(self._writer, Batch(records, self.sender.in_flight, self._tokens))
 
 
 def _counter(tokenizer: str | None) -> TokenizerCount | None:

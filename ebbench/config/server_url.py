@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Literal
 from urllib.parse import parse_qsl, quote, urlsplit
 
@@ -31,6 +32,16 @@ BESIDE_API: frozenset[Endpoint] = frozenset({"sglang", "llama.cpp", "tgi", "olla
 def is_server_url(text: str) -> bool:
     """Whether the text is an http or https URL, in any case."""
     return _SCHEME.match(text) is not None
+
+
+def is_loopback(url: str) -> bool:
+    """Whether a URL has an address that is this machine's own wherever it is used."""
+    host = (urlsplit(url).hostname or "").rstrip(".")
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    return address.is_loopback or address.is_unspecified
 
 
 @dataclass(frozen=True)

@@ -180,10 +180,6 @@ def _all(kind: str) -> Pattern:
     return lambda v, layers: [kind] * layers
 
 
-def _block_sparse(v: ConfigValues, layers: int) -> Kinds:
-    return _flags("sparse_attention_freq", SPARSE)(v, layers)
-
-
 # Widths and further parameters.
 
 
@@ -261,7 +257,7 @@ DSA = replace(DEEPSEEK, layers={FULL: (latent, index)}, understood=_NOT_SPARSE)
 _BLOCK_SPARSE_MOE = ModuleNames(experts="block_sparse_moe.experts")
 MINIMAX_M3 = Family(
     modules=ModuleNames(mlp="block_sparse_moe", experts="block_sparse_moe.experts"),
-    experts=True, qk_norm=True, pattern=_block_sparse,
+    experts=True, qk_norm=True, pattern=_flags("sparse_attention_freq", SPARSE),
     layers={FULL: (softmax(),), SPARSE: (block_sparse, block_index)},
     understood=("rotary_dim", "use_gemma_norm", "sparse_score_type", "sparse_disable_index_value",
                 "use_sparse_attention"),

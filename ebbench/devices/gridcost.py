@@ -104,12 +104,17 @@ def _square_s(grid: CostGrid) -> float:
     )
 
 
-def measured_calibration(path: Path) -> Calibration:
-    """Read a calibration written by ``ebbench calibrate``. Raises InputFileError that names the field."""
+def read_calibration(path: Path) -> Calibration:
+    """Read a calibration file written by ``ebbench calibrate``. Raises InputFileError."""
     try:
-        calibration = calibration_from_json(read_text(path))
+        return calibration_from_json(read_text(path))
     except CalibrationError as error:
         raise InputFileError(path, str(error)) from None
+
+
+def measured_calibration(path: Path) -> Calibration:
+    """:func:`read_calibration` of one with a grid. Raises InputFileError that names the field."""
+    calibration = read_calibration(path)
     if calibration.grid is None:
         raise InputFileError(path, "field grid is missing; write it with `ebbench calibrate`")
     return calibration

@@ -113,14 +113,10 @@ class Collectives:
         return np.where(size > 0, seconds, 0.0)
 
     def _points(self, operation: str, mode: str) -> tuple[Array, Array] | None:
-        table = select(
-            "collective", device=self._device, link=self.link, operation=operation, mode=mode, gpus=self.gpus
-        ).to_pydict()
-        if not table["bytes"]:
-            return self._from_library(operation)
-        order = np.argsort(table["bytes"])
-        times = np.array(table["time_us"], dtype=float)[order] * 1e-6
-        return np.array(table["bytes"], dtype=float)[order], lower_envelope(times, 0)
+        sizes, times = _curve(
+            "collective", "bytes", device=self._device, link=self.link, operation=operation, mode=mode, gpus=self.gpus
+        )
+        return (sizes, lower_envelope(times, 0)) if len(sizes) else self._from_library(operation)
 
     def _from_library(self, operation: str) -> tuple[Array, Array] | None:
         """Sizes and times by the library, which knows one link of each GPU, of a GPU that no packaged table has."""
@@ -258,14 +254,18 @@ def _divided(tokens: Array, times: Array, parts: int) -> tuple[Array, Array]:
 
 
 def _measured(device: str, shape: Shape, dtype: str, tp: int, ep: int) -> tuple[Array, Array] | None:
-    table = select(
+    points = _curve(
         "moe", device=device, dtype=dtype, hidden=shape.hidden, expert_intermediate=shape.intermediate,
         experts=shape.experts, experts_per_token=shape.per_token, tp=tp, ep=ep,
-    ).to_pydict()  # fmt: skip
-    if not table["tokens"]:
-        return None
-    order = np.argsort(table["tokens"])
-    return np.array(table["tokens"], dtype=float)[order], np.array(table["time_us"], dtype=float)[order] * US
+    )  # fmt: skip
+    return points if len(points[0]) else None
+
+
+def _curve(kind: str, by: str = "tokens", **key: str | int) -> tuple[Array, Array]:
+    """What a table has under ``key``, in rising order of the column ``by``, with times in s."""
+    table = select(kind, **key).to_pydict()
+    order = np.argsort(table[by])
+    return np.array(table[by], dtype=float)[order], np.array(table["time_us"], dtype=float)[order] * US
 
 
 def roofline_s(profile: DeviceProfile, shape: Shape, bits: float, tokens: Array) -> Array:
@@ -595,7 +595,7 @@ def _gemm_from_layers(device: str) -> Gemm | None:
     products = [*reference.mixers[0].products, *reference.mlp_products(reference.intermediate)]
     widths = [(product.columns, product.rows) for product in products]
     shapes = dict(zip(_ROLES, widths, strict=True)) | {"lm_head": (reference.vocab, reference.hidden)}
-    curves = {role: _curve(device, reference.name, role) for role in shapes}
+    curves = {role: _curve("layer", device=device, model=reference.name, layer=role, tp=1) for role in shapes}
 
     def gemm(n: int, k: int) -> tuple[Array, Array]:
         role = min(shapes, key=lambda r: abs(np.log(n * k / (shapes[r][0] * shapes[r][1]))))
@@ -603,12 +603,6 @@ def _gemm_from_layers(device: str) -> Gemm | None:
         return points, times * (n * k / (shapes[role][0] * shapes[role][1]))
 
     return gemm
-
-
-def _curve(device: str, model: str, layer: str) -> tuple[Array, Array]:
-    table = select("layer", device=device, model=model, layer=layer, tp=1).to_pydict()
-    order = np.argsort(table["tokens"])
-    return np.array(table["tokens"], dtype=float)[order], np.array(table["time_us"], dtype=float)[order] * US
 
 
 # Memory traffic per element and token of each small kernel, in elements; norms and rotary embedding find half of theirs
@@ -619,7 +613,7 @@ _TRAFFIC = {"layernorm": 2.0, "rotary_emb": 1.0, "act_fn": 3.0, "qk_norm": 1.0}
 def _small_kernel(profile: DeviceProfile, layer: str, width: int, tokens: Array, count: int) -> Array:
     """``count`` equal element-wise kernels of one layer; ``width``: of all of them together."""
     for name in ("llama-3.1-8b", "qwen3-30b-a3b"):
-        points, times = _curve(profile.name, name, layer)
+        points, times = _curve("layer", device=profile.name, model=name, layer=layer, tp=1)
         if len(points):
             profiled = _small_width(name, layer)
             fixed = float(times.min())

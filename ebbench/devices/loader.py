@@ -68,16 +68,6 @@ _STEPS = {
 _MANY_SHORT = StepShape((), 512, 512 * 256, 512)
 
 
-def caveats(
-    request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: CostModel, host: HostCosts
-) -> tuple[RunWarning, ...]:
-    """Warnings about options without effect, and about what was not measured, not fitted or is simplified.
-
-    ``model``: in the types that are served. ``host``: the constants in ``cost``.
-    """
-    return tuple(_caveats(request, profile, model, cost, host))
-
-
 TABLES_SINCE = (0, 19)
 """The oldest vLLM under which kernels of the tables were measured; the newest is 0.24."""
 
@@ -91,6 +81,10 @@ def older_than(request: DeviceRequest, release: tuple[int, int]) -> bool:
 def _caveats(
     request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: CostModel, host: HostCosts
 ) -> Iterator[RunWarning]:
+    """Warnings about options without effect, and about what was not measured, not fitted or is simplified.
+
+    ``model``: in the types that are served. ``host``: the constants in ``cost``.
+    """
     if model.note:
         yield warning("model-note", model=model.name, note=model.note)
     if has_other_shape(model):
@@ -256,7 +250,7 @@ def load(request: DeviceRequest) -> Device:
         kv_capacity_tokens=capacity,
         calibration=calibration,
         provenance=built.provenance,
-        warnings=(*built.warnings, *caveats(request, profile, geometry, built.cost, constants)),
+        warnings=(*built.warnings, *_caveats(request, profile, geometry, built.cost, constants)),
         profile=profile,
         geometry=geometry,
         request=request,

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from ebbench.dispatch.algorithms import AdaptiveInterval, DecodeLoad, allocate_decode
 from ebbench.dispatch.base import Dispatcher, DispatchRequest, EndForward, Fleet, Order, PrefixMemory, UnitState
 
-
-class Choose(Protocol):
-    """Picks one of ``units`` (never empty) for ``request``."""
-
-    def __call__(self, request: DispatchRequest, units: Sequence[UnitState]) -> UnitState:
-        """Return the chosen unit."""
-        ...
+Choose = Callable[[DispatchRequest, Sequence[UnitState]], UnitState]
+"""Picks one of some units (never empty) for a request."""
 
 
 class RoundRobin:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import inf
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -14,53 +14,13 @@ from ebbench.config.declare import declared_in, option_name
 from ebbench.config.topology import TopologySpec
 from ebbench.devices.base import Device
 from ebbench.errors import UsageError
-from ebbench.records.files import TableParts
-from ebbench.records.plan import Plan
+from ebbench.records.plan import Observer, Plan
 from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.server import ENGINE_ALONE, OFF, ONLY_SIMULATED, EngineOptions
 from vllm_eb.policy import PolicySpec, least_seqs, least_tokens
 
-
-@dataclass(frozen=True)
-class Progress:
-    """A snapshot for the progress line."""
-
-    policy: str
-    completed: int
-    planned: int
-    output_tokens: int
-    total_tokens: int
-    time_s: float  # engine time, virtual or real
-    mode: str
-    running: int
-    waiting: int
-    # Known during the run only for engines that measure a server; medians in ms, failures by class.
-    failures: Mapping[str, int] = field(default_factory=dict)
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    # What the engine waits for before the first request; ``time_s`` is then the time of the wait.
-    waiting_for: str = ""
-
-
-class Observer(Protocol):
-    """Receives snapshots during a run; must return quickly."""
-
-    def update(self, progress: Progress) -> None:
-        """Process a snapshot."""
-        ...
-
-
-class StepTableParts(TableParts, Protocol):
-    """The table of steps in parts."""
-
-    @property
-    def last_mode(self) -> str:
-        """The mode of the last step; "" if there is none."""
-        ...
-
-    def table(self) -> pa.Table:
-        """All parts as one table."""
-        ...
+if TYPE_CHECKING:
+    from ebbench.simulation.step import StepParts
 
 
 @dataclass(frozen=True)
@@ -84,7 +44,7 @@ class EngineResult:
     facts: Mapping[str, Any] = field(default_factory=dict)
     server_metrics: pa.Table | None = None
     device: Device | None = None
-    step_parts: StepTableParts | None = None
+    step_parts: StepParts | None = None
 
     def uninterrupted(self) -> EngineResult:
         """This result, for callers that can do nothing with a part. Raises KeyboardInterrupt if it is one."""

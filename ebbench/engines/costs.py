@@ -13,25 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from ebbench.devices.base import QUANTIZATIONS, Device
+from ebbench.devices.gridcost import read_calibration
 from ebbench.engines.vllm_command import Emulation, Serving, hub_name, parse_parallel, parse_types
-from ebbench.errors import InputFileError, UsageError
-from ebbench.foreign.documents import read_text
+from ebbench.errors import UsageError
 from ebbench.records.warnings import warning
 from ebbench.spec.server import METHODS, MOST_TOKENS, EngineOptions, Speculative, served_drafts
-from vllm_eb.calibration import Calibration, CalibrationError, calibration_from_json
+from vllm_eb.calibration import Calibration
 from vllm_eb.config import needs_calibration
 from vllm_eb.policy import PolicySpec, parse_policy
 
 BY_BATCH = "num_speculative_tokens_per_batch_size"
 """Entry of vLLM's speculative_config with which it is prepared for draft lengths that change."""
-
-
-def read_calibration(path: Path) -> Calibration:
-    """Read a calibration file written by ``ebbench calibrate``. Raises InputFileError."""
-    try:
-        return calibration_from_json(read_text(path))
-    except CalibrationError as error:
-        raise InputFileError(path, str(error)) from None
 
 
 def serving_of(

@@ -27,92 +27,58 @@ import numpy as np
 import pyarrow as pa
 
 from ebbench.devices.base import Device
-from ebbench.engines.base import (
-    EngineResult,
-    Observer,
-    Progress,
-    check_fits,
-    check_options,
-    num_kv_blocks,
-    plan_notes,
-    refuse_unsimulated,
-)
+from ebbench.engines.base import EngineResult, check_fits, check_options, num_kv_blocks, plan_notes, refuse_unsimulated
 from ebbench.errors import RunError
 from ebbench.process.interpreter import collector_paused
 from ebbench.process.termination import interruptible
-from ebbench.records.plan import Plan, optional_ints, token_ids
+from ebbench.records.plan import Observer, Plan, Progress, optional_ints, token_ids
 from ebbench.simulation.drafting import DraftCounts, accepted_drafts
-from ebbench.simulation.front_end import FrontEnd, QueueLimits
+from ebbench.simulation.front_end import FrontEnd
 from ebbench.simulation.releases import (
-    Beginning,
-    Releases,
-    at_beginning,
+    AtTime,
+    Clients,
+    plan_requests,
     records_after,
-    steps_after,
     with_warmup,
-    without_warmup,
 )
-from ebbench.simulation.scheduler import HangUps, cut_at_hang_ups, with_hang_ups
 from ebbench.simulation.state import (
-    TURNAROUND_NS,
+    ARRIVAL,
+    DEPARTURE,
+    ENTRY,
+    FOLLOW,
+    HANG_UP,
+    RESUME,
     UNSET,
     Ints,
     RequestState,
-    requests_table,
     table_of_records,
     token_slots,
-    with_failures,
 )
 from ebbench.simulation.step import Step, StepLog
 from ebbench.spec.server import EngineOptions
 from vllm_eb import config as plugin
 from vllm_eb.policy import PolicySpec
 
-# In this order at the same nanosecond, as in the simulator's event loop; the engine's steps end before HANG_UP.
-# Clients of the emulated engine: they send a plan's requests in virtual time.
 
-ARRIVAL, RESUME, FOLLOW, ENTRY, DEPARTURE, HANG_UP = range(6)
-
-
-class VirtualClients:
-    """Sends the plan's requests in virtual time: at arrival times, and after completions.
+class VirtualClients(Clients):
+    """Clients of the emulated engine.
 
     ``front_end``: requests go through it to the engine, and end for their clients when the last token has left it.
-    ``queue_limits``: requests that the API server refuses; None: none.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        state: RequestState,
-        front_end: FrontEnd,
-        warmup: int = 0,
-        begin: Callable[[int], None] | None = None,
-        queue_limits: QueueLimits | None = None,
-    ):
-        """``begin`` is called with the time at which ``warmup`` requests have ended and the plan begins."""
-        self._plan, self._state, self._releases = plan, state, Releases(plan, warmup)
-        self.hang_ups = HangUps(plan)
+        self, plan: Plan, state: RequestState, front_end: FrontEnd, options: EngineOptions, begin: AtTime
+    ) -> None:
+        super().__init__(plan, [state], options, begin)
         self.lost = 0  # requests of the plan that the engine does not complete: refused, abandoned or given up
         self._left: list[int] = []  # rows in the engine whose clients have hung up since the last call of left()
-        self._begin = begin if warmup else None
-        self._front_end, self._queue_limits = front_end, queue_limits
-        self._events: list[tuple[int, int, int, int]] = []  # (time, kind, count of events before, row)
-        self._pushed = 0
         self._ready: list[int] = []
-        self._release(self._releases.start(), 0)
-        if not warmup:
-            self._schedule_arrivals(0)
-
-    def _push(self, time_ns: int, kind: int, row: int) -> None:
-        self._pushed += 1
-        heapq.heappush(self._events, (time_ns, kind, self._pushed, row))
-
-    def _schedule_arrivals(self, now_ns: int) -> None:
-        if not self._plan.closed_loop:
-            times = self._plan.table["arrival_ns"].to_pylist()
-            for row in self._releases.first_rows:
-                self._push(now_ns + (times[row] or 0), ARRIVAL, row)
+        self._front_end = front_end
+        self._handlers: dict[int, Callable[[Any], object]] = {
+            ARRIVAL: self._arrival, RESUME: self._resume, FOLLOW: self._follow, ENTRY: self._entry,
+            DEPARTURE: self._departure, HANG_UP: self._hang_up,
+        }  # fmt: skip
+        self._start()
 
     def due(self, now_ns: int) -> list[int]:
         """Rows that enter the engine now, in order."""
@@ -133,114 +99,56 @@ class VirtualClients:
         """
         limit = (now_ns, HANG_UP + idle)
         while self._events and self._events[0][:2] < limit:
-            time_ns, kind, _, row = heapq.heappop(self._events)
-            if kind == ENTRY:
-                self._ready += self.hang_ups.still_wanted([row])
-            elif kind == DEPARTURE:
-                self._end([row], time_ns)
-            elif kind == HANG_UP:
-                self._hang_up(row, time_ns)
-            elif kind == RESUME:
-                self._send([row], time_ns)
-            elif kind == FOLLOW:
-                self._state.intend([row], time_ns - TURNAROUND_NS)
-                self._send([row], time_ns)
-            else:
-                self._state.intended_ns[row] = time_ns
-                self._release(self._releases.arrived(row), time_ns)
-
-    def _hang_up(self, row: int, now_ns: int) -> None:
-        if not self.hang_ups.hangs_up(row):
-            return
-        self.lost += self._state.end_ns[row] == UNSET
-        self._state.end_ns[row] = now_ns
-        if row in self._ready:
-            self._ready.remove(row)
-        else:
-            self._left.append(row)
-        if self._queue_limits is not None:
-            self._queue_limits.ended(row)
-        lost, released = self._releases.failed(row)
-        self.hang_ups.given_up += lost
-        self.lost += len(lost)
-        self._release(released, now_ns)
+            self.now_ns, kind, _, subject = heapq.heappop(self._events)
+            self._handlers[kind](subject)
 
     def next_event_ns(self) -> int | None:
         """Time (ns) of the next event outside the engine; None if only the engine's completions cause further ones."""
         return self._events[0][0] if self._events else None
 
-    def ended(self, rows: Sequence[int], now_ns: int) -> None:
+    def completed(self, rows: Sequence[int], now_ns: int) -> None:
         """Process the ends of requests in one step of the engine. Sessions that arrived by then come first."""
         self.catch_up(now_ns)
+        self.now_ns = now_ns
         at_once: list[int] = []
         for row in rows:
             departed_ns = self._front_end.departed_ns(row)
             if departed_ns <= now_ns:
                 at_once.append(row)
             else:
-                self._push(departed_ns, DEPARTURE, row)
-        self._end(at_once, now_ns)
+                self.push(departed_ns, DEPARTURE, [row])
+        if at_once:
+            self._departure(at_once)
 
-    def _end(self, rows: Sequence[int], now_ns: int) -> None:
-        """Process the ends of requests for their clients, then send those that they release."""
-        following: list[int] = []
-        if self.hang_ups.any:
-            rows = self.hang_ups.still_wanted(rows)
-            self.hang_ups.ended(rows)
+    def _departure(self, rows: list[int]) -> None:
+        self.gone(self.hang_ups.still_wanted(rows))
+
+    def _bring(self, rows: list[int]) -> None:
+        """See Clients."""
         for row in rows:
-            if self._queue_limits is not None:
-                self._queue_limits.ended(row)
-            following += self._releases.ended(row)
-        if self._end_warmup(now_ns):  # the plan's first requests, at its time zero
-            self._release(following, now_ns)
-            return
-        for row in self._pause(following, now_ns):
-            self._push(now_ns + TURNAROUND_NS, FOLLOW, row)
-
-    def _end_warmup(self, now_ns: int) -> bool:
-        """Begin the plan if the warm-up has ended just now; returns whether."""
-        if self._begin is None or not self._releases.begun:
-            return False
-        self._begin(now_ns)
-        self._begin = None
-        self._schedule_arrivals(now_ns)
-        return True
-
-    def _release(self, rows: list[int], now_ns: int) -> None:
-        """Send requests when they have paused."""
-        self._send(self._pause(rows, now_ns), now_ns)
-
-    def _pause(self, rows: list[int], now_ns: int) -> list[int]:
-        """Let requests pause; returns those that do not."""
-        at_once = []
-        for row in rows:
-            if pause_ns := self._releases.pause_ns(row):
-                self._push(now_ns + pause_ns, RESUME, row)
-            else:
-                at_once.append(row)
-        return at_once
-
-    def _stamp(self, rows: Sequence[int], now_ns: int) -> None:
-        """Note that requests are sent now."""
-        self._state.intend(rows, now_ns)
-        for row in rows:
-            self._state.sent_ns[row] = now_ns
-
-    def _send(self, rows: list[int], now_ns: int) -> None:
-        if self._queue_limits is None:
-            self._stamp(rows, now_ns)
-        else:
-            rows, ended = self._queue_limits.accept(rows, now_ns, self._releases, self._stamp)
-            self.lost += ended if self._begin is None else 0  # warm-up requests are none of the plan
-            self._end_warmup(now_ns)
-        for row in rows:
-            if (patience_ns := self.hang_ups.sent(row)) is not None:
-                self._push(now_ns + patience_ns, HANG_UP, row)
-            entry_ns = self._front_end.enter(row, now_ns)
-            if entry_ns <= now_ns:
+            entry_ns = self._front_end.enter(row, self.now_ns)
+            if entry_ns <= self.now_ns:
                 self._ready.append(row)
             else:
-                self._push(entry_ns, ENTRY, row)
+                self.push(entry_ns, ENTRY, row)
+
+    def _entry(self, row: int) -> None:
+        self._ready += self.hang_ups.still_wanted([row])
+
+    def _withdraw(self, row: int) -> None:
+        """See Clients."""
+        if row in self._ready:
+            self._ready.remove(row)
+        else:
+            self._left.append(row)
+
+    def _lose(self, row: int, never: list[int]) -> list[int]:
+        """See Clients. A request of the warm-up, or one that the engine has completed, is not lost."""
+        unfinished = row < len(self._plan) and bool(self._states[0].end_ns[row] == UNSET)
+        before = len(never)
+        released = super()._lose(row, never)
+        self.lost += unfinished + len(never) - before
+        return released
 
 
 PROGRESS_EVERY_S = 0.2
@@ -339,18 +247,16 @@ class _EmulatedRun:
         self._controller = None if policy.native else self._scheduler.controller
         if not policy.native:
             self._scheduler.use_clock(self._clock.now_s)
-        warmup = len(whole) - len(plan)
-        self._beginning = Beginning(begun=not warmup)
-        controller = self._controller
-        if controller is not None:
+        controllers = [] if self._controller is None else [self._controller]
+        for controller in controllers:
             controller.keep_records()
-        begin = at_beginning(self._beginning, self._log, [] if controller is None else [controller])
         self._drafts = None if options.drafts is None else DraftCounts(options.drafts.tokens)
         self._front_end = FrontEnd.of(options, device.profile, 1, self._state)
         self._on_the_device: deque[_Tokens] = deque()
-        limits = options.max_num_queued_reqs, options.max_num_queued_tokens
-        self._queue_limits = None if limits == (None, None) else QueueLimits(self._state, *limits)
-        self._clients = VirtualClients(plan, self._state, self._front_end, warmup, begin, self._queue_limits)
+        self._clients = VirtualClients(
+            plan, self._state, self._front_end, options,
+            lambda now_ns: self._clients.beginning.begin(now_ns, self._log, controllers),
+        )  # fmt: skip
         executor = self.core.model_executor
         executor.attach(self._clock, device.cost, self._reader(options))
         executor.on_step, executor.on_preempted = self._on_step, self._on_preempted
@@ -556,7 +462,7 @@ class _EmulatedRun:
                     del self._streams[output.request_id]
                     ended.append(row)
         if ended:
-            self._clients.ended(ended, self._clock.now_ns)
+            self._clients.completed(ended, self._clock.now_ns)
 
     def _progress(self) -> Progress:
         running, waiting = self._scheduler.get_request_counts()
@@ -570,15 +476,11 @@ class _EmulatedRun:
         """The tables of the run."""
         records = [] if self._controller is None else self._controller.drain_records()
         ids = pa.array(self._ids, pa.string())
-        state, hang_ups = without_warmup(self._state, self._plan, self._beginning), self._clients.hang_ups
-        cut_at_hang_ups(state, hang_ups.abandoned)
-        requests = with_hang_ups(requests_table(self._plan, state), hang_ups)
-        if self._queue_limits is not None:
-            requests = with_failures(requests, self._queue_limits.refused, self._queue_limits.never_sent)
+        beginning = self._clients.beginning
         return EngineResult(
-            requests=requests,
-            steps=steps_after(self._log, self._beginning, ids, self._blocks, by_time=False),
-            decisions=table_of_records(records_after([(0, record) for record in records], self._beginning)),
+            requests=plan_requests(self._plan, self._state, self._clients),
+            steps=self._log.parts(ids, self._blocks, beginning.first_step(self._log), beginning.time_ns).table(),
+            decisions=table_of_records(records_after([(0, record) for record in records], beginning)),
             interrupted=interrupted,
             warnings=plan_notes(self._plan),
             facts=self._front_end.facts | ({} if self._drafts is None else self._drafts.facts),

@@ -129,18 +129,24 @@ class StepReader:
         sampled = [[stream[position + 1]] for stream, position in zip(streams, before, strict=True)]
         return DeviceStep(shape, ids, None, ids, self._output(ids, sampled), (), preempted)
 
-    def _general_step(self, scheduled: Any) -> DeviceStep:
-        cached, counts = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens
+    def _known(self, scheduled: Any) -> tuple[dict[str, int], dict[str, int], set[str]]:
+        """Per request the tokens computed before the step and its output tokens, and the requests that it admits."""
+        cached = scheduled.scheduled_cached_reqs
         before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        known = dict(zip(cached.req_ids, cached.num_output_tokens, strict=True))
+        outputs = dict(zip(cached.req_ids, cached.num_output_tokens, strict=True))
         admitted = set(cached.resumed_req_ids)
         for new in scheduled.scheduled_new_reqs:
             before[new.req_id] = new.num_computed_tokens
             # Model runner V2 sends resumed requests as new ones, outputs included in prefill_token_ids.
             prompt = len(new.prompt_token_ids or ())
-            known[new.req_id] = max(len(new.prefill_token_ids or ()) - prompt, 0)
+            outputs[new.req_id] = max(len(new.prefill_token_ids or ()) - prompt, 0)
             self._prompt_tokens[new.req_id] = prompt
             admitted.add(new.req_id)
+        return before, outputs, admitted
+
+    def _general_step(self, scheduled: Any) -> DeviceStep:
+        counts = scheduled.num_scheduled_tokens
+        before, outputs, admitted = self._known(scheduled)
         prefilling = self._partial.union(admitted)
         chunks, sampled_ids, sampled = [], [], []
         decodes = decode_kv = 0
@@ -148,7 +154,7 @@ class StepReader:
             after = before[request_id] + count
             if request_id in prefilling:
                 chunks.append((count, before[request_id]))
-                if after < self._prompt_tokens[request_id] + known[request_id]:
+                if after < self._prompt_tokens[request_id] + outputs[request_id]:
                     self._partial.add(request_id)
                     continue
                 self._partial.discard(request_id)
@@ -196,18 +202,10 @@ class DraftReader(StepReader):
         self._forget(scheduled.finished_req_ids)
         for request_id in scheduled.finished_req_ids:
             self._made.pop(request_id, None)
-        cached, counts, drafted = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens, {}
-        before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        admitted = set(cached.resumed_req_ids)
-        if admitted:  # tokens in flight at a reset of the prefix cache are dropped
-            known_outputs = zip(cached.req_ids, cached.num_output_tokens, strict=True)
-            self._made |= {request_id: made for request_id, made in known_outputs if request_id in admitted}
-        for new in scheduled.scheduled_new_reqs:
-            before[new.req_id] = new.num_computed_tokens
-            prompt = len(new.prompt_token_ids or ())
-            self._prompt_tokens[new.req_id] = prompt
-            self._made[new.req_id] = max(len(new.prefill_token_ids or ()) - prompt, 0)
-            admitted.add(new.req_id)
+        counts = scheduled.num_scheduled_tokens
+        before, outputs, admitted = self._known(scheduled)
+        # Tokens in flight at a reset of the prefix cache are dropped.
+        self._made |= {request_id: outputs[request_id] for request_id in admitted}
         prefilling = self._partial.union(admitted)
         chunks, sampled, verified = [], {}, []
         decodes = decode_kv = draft_tokens = 0
@@ -224,7 +222,6 @@ class DraftReader(StepReader):
             else:
                 decodes, decode_kv, draft_tokens = decodes + 1, decode_kv + known + drafts, draft_tokens + drafts
                 accepted = min(self._accepted_at(request_id, self._made[request_id]), drafts)
-            drafted[request_id] = drafts
             tokens = list(self._tokens_of[request_id][known : known + 1 + accepted])
             self._made[request_id] += len(tokens)
             verified.append((drafts, accepted, len(tokens)))

@@ -10,11 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import fields
 from typing import Any
+
+import msgspec
 
 from ebbench.devices.loader import load_device
 from ebbench.engines.emulated_core import StandInExecutor, StepReader, done, nothing, step_ns
-from ebbench.engines.vllm_command import EMULATED_KEY, Emulation
+from ebbench.engines.vllm_command import EMULATED_KEY, EmulatedSettings
 from ebbench.errors import UsageError
 
 _FIRST_TOKEN = 10  # lower ids are special tokens in most vocabularies
@@ -67,30 +70,29 @@ class EmulatedExecutor(StandInExecutor):
     """Runs steps one after another in real time, with durations from the cost model."""
 
     def _init_executor(self) -> None:
-        emulation, blocks = read_settings(self.vllm_config.additional_config)
-        settings = self.vllm_config.additional_config[EMULATED_KEY]
+        settings = read_settings(self.vllm_config.additional_config)
         device = load_device(
-            emulation.device,
-            emulation.model,
-            cost=emulation.cost,
+            settings.device,
+            settings.model,
+            cost=settings.cost,
             max_num_seqs=self.scheduler_config.max_num_seqs,
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
-            eager=bool(settings.get("enforce_eager", False)),  # vLLM's own flag is always set without a GPU
-            quantization=settings.get("quantization"),
-            kv_cache_dtype=str(settings.get("kv_cache_dtype", "auto")),
-            gpu_memory_utilization=settings.get("gpu_memory_utilization"),
-            vllm_version=settings.get("vllm_version"),
-            assume_kernels=emulation.assume_kernels,
+            eager=settings.enforce_eager,  # vLLM's own flag is always set without a GPU
+            quantization=settings.quantization,
+            kv_cache_dtype=settings.kv_cache_dtype,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            vllm_version=settings.vllm_version,
+            assume_kernels=settings.assume_kernels,
         )
-        self._cost, self._slow_motion = device.cost, emulation.slow_motion
-        self._blocks = blocks or device.kv_capacity_tokens // self.cache_config.block_size
+        self._cost, self._slow_motion = device.cost, settings.slow_motion
+        self._blocks = settings.kv_blocks or device.kv_capacity_tokens // self.cache_config.block_size
         size = max(1, min(self.model_config.get_vocab_size(), 30_000) - _FIRST_TOKEN)
         self._streams = _Streams(size)
         self._reader = StepReader(self._streams)
         self._free_ns = 0
         # vLLM's CPU platform has switched asynchronous scheduling off; this device supports it.
         if self.scheduler_config.async_scheduling is not None:
-            self.scheduler_config.async_scheduling = bool(settings.get("async_scheduling", True))
+            self.scheduler_config.async_scheduling = settings.async_scheduling
 
     def determine_available_memory(self) -> list[int]:
         """Bytes of the device's KV blocks and the null block."""
@@ -114,37 +116,19 @@ class EmulatedExecutor(StandInExecutor):
         return self._sampled if non_block else self._sampled.result()
 
 
-def read_settings(additional_config: object) -> tuple[Emulation, int | None]:
-    """The device to emulate and its number of KV blocks. Raises UsageError."""
+def read_settings(additional_config: object) -> EmulatedSettings:
+    """The device to emulate. Raises UsageError."""
     settings = additional_config.get(EMULATED_KEY) if isinstance(additional_config, Mapping) else None
     if not isinstance(settings, Mapping) or not {"device", "model"} <= set(settings):
         raise UsageError(
             f'the emulated executor needs --additional-config \'{{"{EMULATED_KEY}": {{"device": "h200", '
             '"model": "qwen3-8b"}}\''
         )
-    known = {
-        "device",
-        "model",
-        "slow_motion",
-        "cost",
-        "kv_blocks",
-        "async_scheduling",
-        "enforce_eager",
-        "quantization",
-        "kv_cache_dtype",
-        "gpu_memory_utilization",
-        "vllm_version",
-        "assume_kernels",
-    }
+    known = {field.name for field in fields(EmulatedSettings)}
     unknown = set(settings) - known
     if unknown:
         raise UsageError(f"{EMULATED_KEY}: unknown setting {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}")
-    emulation = Emulation(
-        str(settings["device"]),
-        str(settings["model"]),
-        float(settings.get("slow_motion", 1.0)),
-        str(settings.get("cost", "auto")),
-        bool(settings.get("assume_kernels", False)),
-    )
-    blocks = settings.get("kv_blocks")
-    return emulation, int(blocks) if blocks else None
+    try:
+        return msgspec.convert(settings, EmulatedSettings)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{EMULATED_KEY}: {error}") from None

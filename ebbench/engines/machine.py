@@ -7,10 +7,10 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from functools import cache
-from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from ebbench.config.server_url import is_loopback
 from ebbench.installation import installed_versions
 from vllm_eb.calibration import device_key
 
@@ -72,12 +72,7 @@ def _this_machine() -> str:
 
 def machine_behind(url: str) -> str:
     """What is known of the machine of a server: the hardware of this one for a local address, else the host's name."""
-    host = urlsplit(url).hostname or ""
-    try:
-        local = ip_address(host).is_loopback or ip_address(host).is_unspecified
-    except ValueError:
-        local = host == "localhost" or host.endswith(".localhost")
-    return _this_machine() if local else host
+    return _this_machine() if is_loopback(url) else urlsplit(url).hostname or ""
 
 
 def _processor() -> str:

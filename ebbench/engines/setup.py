@@ -9,7 +9,7 @@ import importlib.util
 import re
 import shutil
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from ebbench.spec.client import ClientOptions
     from ebbench.spec.run import ClusterOptions, RunSpec
     from vllm_eb.policy import PolicySpec
-
-
-# Versions of an engine's software, stored in every manifest and part of the key of a gate baseline.
 
 
 # The policy's name on a run of a server that ebbench did not start: as stated by the user, or by the server.
@@ -263,15 +260,12 @@ def journalled(engine: Engine, writer: RunWriter) -> Engine:
     return replace(engine, on_batch=Journal(writer, "requests").add, log=writer.path / "server.log")
 
 
-def with_step_parts(engine: Engine) -> Engine:
-    """The engine as a run that is stored needs it: a simulation gives its steps in parts."""
-    return replace(engine, steps_in_parts=True) if hasattr(engine, "steps_in_parts") else engine  # type: ignore[type-var]
-
-
-def without_step_tables(engine: Engine) -> Engine:
-    """The engine as a run needs it of which only figures are kept: a simulation of one instance stores no steps."""
-    alone = hasattr(engine, "figures_only") and simulated_pools(engine) is None
-    return replace(engine, figures_only=True) if alone else engine  # type: ignore[type-var]
+def recording(engine: Engine, *, stored: bool) -> Engine:
+    """A simulator that keeps as much as is stored: its steps in parts, or, of one instance, none; other engines
+    unchanged."""
+    if not hasattr(engine, "figures_only") or (simulated_pools(engine) is not None and not stored):
+        return engine
+    return replace(engine, steps_in_parts=stored, figures_only=not stored)  # type: ignore[type-var]
 
 
 def simulated_pools(engine: Engine) -> TopologySpec | None:
@@ -337,11 +331,8 @@ def _servers(engine: Engine, spec: TopologySpec | None, dispatch: DispatchSpec, 
         raise UsageError(f"topology {spec.label} can only be simulated (--engine sim); for servers write --replicas N")
     for module in ("starlette", "uvicorn"):
         need(module, "several servers behind a gateway", "gateway")
-    from ebbench.engines.vllm import ReplicatedVllmEngine
-
     words = f"{count} servers behind a gateway, dispatch {dispatch.name}"
-    given = {field.name: getattr(engine, field.name) for field in fields(engine) if field.init}  # type: ignore[arg-type]
-    return ReplicatedVllmEngine(**given, replicas=count, dispatch=dispatch.name), words
+    return replace(engine, replicas=count, dispatch=dispatch.name), words  # type: ignore[type-var]
 
 
 def resolve_topology(wanted: TopologySpec | str | None, scenario: str | None, link: str | None) -> TopologySpec | None:

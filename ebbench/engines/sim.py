@@ -6,9 +6,9 @@ One instance, or a topology of several behind a dispatcher: replicas, DP+EP unit
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,8 +20,6 @@ from ebbench.devices.layers import choose_link
 from ebbench.devices.loader import UnitDevice, saving_kv, unit_device
 from ebbench.engines.base import (
     EngineResult,
-    Observer,
-    Progress,
     check_fits,
     longest_sequence,
     num_kv_blocks,
@@ -34,11 +32,11 @@ from ebbench.engines.base import (
 from ebbench.errors import RunError, UsageError
 from ebbench.process.interpreter import collector_paused
 from ebbench.process.termination import interruptible
-from ebbench.records.plan import Plan
-from ebbench.records.schema import STEPS
+from ebbench.records.plan import Observer, Plan, Progress
+from ebbench.records.schema import STEPS, with_columns
 from ebbench.records.warnings import RunWarning, warning
 from ebbench.simulation.engine import EngineLoop, Unit
-from ebbench.simulation.front_end import FrontEnd, QueueLimits
+from ebbench.simulation.front_end import FrontEnd
 from ebbench.simulation.kv import (
     CachingKv,
     CountingKv,
@@ -51,17 +49,14 @@ from ebbench.simulation.kv import (
 )
 from ebbench.simulation.loop import EventLoop, Stage, prefix_reader
 from ebbench.simulation.releases import (
-    Beginning,
-    at_beginning,
+    plan_requests,
     records_after,
-    step_parts_after,
-    steps_after,
+    with_prefill_ends,
     with_warmup,
-    without_warmup,
 )
-from ebbench.simulation.scheduler import Scheduler, cut_at_hang_ups, with_hang_ups, with_prefill_ends
-from ebbench.simulation.state import UNSET, RequestState, requests_table, table_of_records, with_failures
-from ebbench.simulation.step import FigureLog, SchedulerLimits, StepLog
+from ebbench.simulation.scheduler import Scheduler
+from ebbench.simulation.state import UNSET, RequestState, table_of_records
+from ebbench.simulation.step import FigureLog, StepLog
 from ebbench.spec.server import EngineOptions
 from vllm_eb.controller import Controller
 from vllm_eb.policy import PolicySpec
@@ -76,44 +71,6 @@ if TYPE_CHECKING:
 PROGRESS_INTERVAL_S = 0.1
 MakeKv = Callable[[RequestState, int], KvBlocks]
 """Creates the KV manager of a unit from the requests and its number of KV blocks."""
-
-
-class StoppableLoop(Protocol):
-    """An event loop over a plan. A KeyboardInterrupt of ``run`` leaves a consistent state."""
-
-    def run(self) -> None:
-        """Run to the end of the plan."""
-        ...
-
-
-def run_through(simulation: StoppableLoop) -> bool:
-    """Run to the end of the plan. Returns whether the user interrupted it."""
-    try:
-        with interruptible():
-            simulation.run()
-    except KeyboardInterrupt:
-        return True
-    return False
-
-
-def check_all_ended(ended: int, requests: int, what: str) -> None:
-    """Raise RunError if requests have not ended: ``what`` is in a deadlock."""
-    if ended < requests:
-        raise RunError(f"{requests - ended} of {requests} requests never ended: the {what} is stuck")
-
-
-def scheduler_limits(options: EngineOptions) -> SchedulerLimits:
-    """The options that limit what a scheduling step may hold."""
-    return SchedulerLimits(
-        options.running_limit,
-        options.max_num_batched_tokens,
-        options.block_size,
-        options.long_prefill_token_threshold,
-        options.async_scheduling,
-        options.long_prefill_token_threshold_adaptive,
-        options.scheduler_reserve_full_isl,
-        options.by_priority,
-    )
 
 
 def make_controller(
@@ -150,43 +107,6 @@ def make_controller(
     if options.by_priority:
         refuse_two_orders(policy.name, controller.orders_queue)
     return controller
-
-
-def snapshot(
-    policy: PolicySpec, plan: Plan, state: RequestState, units: Sequence[Unit], now_ns: int, undispatched: int = 0
-) -> Progress:
-    """Progress of a simulation. ``state``: state of the requests; warm-up requests follow the plan's rows."""
-    own = slice(len(plan))
-    outputs = int((state.next_slot[own] - state.first_slot[own]).sum())
-    return Progress(
-        policy=policy.name,
-        completed=int((state.end_ns[own] != UNSET).sum()),
-        planned=len(plan),
-        output_tokens=outputs,
-        total_tokens=outputs + int(state.prompt[own][state.done[own]].sum()),
-        time_s=now_ns / 1e9,
-        mode=units[0].gate.mode,
-        running=sum(len(unit.scheduler.running) for unit in units),
-        waiting=sum(len(unit.scheduler.waiting) for unit in units) + undispatched,
-    )
-
-
-def ticker(observer: Observer | None, show: Callable[[int], Progress]) -> Callable[[int], None] | None:
-    """A function for an event loop that shows progress a few times per second of wall time; None without an
-    observer."""
-    if observer is None:
-        return None
-    last_s = time.perf_counter()
-
-    def tick(now_ns: int) -> None:
-        nonlocal last_s
-        wall_s = time.perf_counter()
-        if wall_s - last_s < PROGRESS_INTERVAL_S:
-            return
-        last_s = wall_s
-        observer.update(show(now_ns))
-
-    return tick
 
 
 @dataclass(frozen=True)
@@ -276,8 +196,6 @@ class _Simulation:
         self._device, self._options, self._make_kv = device, options, make_kv
         self._whole = with_warmup(plan, options.warmup)
         self._log: StepLog | FigureLog = FigureLog() if engine.figures_only else StepLog()
-        warmup = len(self._whole) - len(plan)
-        self._beginning = Beginning(begun=not warmup)
         self._controllers: list[Controller] = []
         self._kv_totals: list[int] = []  # by unit, all stages
         self._notes: list[RunWarning] = []
@@ -285,36 +203,58 @@ class _Simulation:
         self._drafting: Drafting | None = None
         topology = engine.topology
         stages = self._pools(topology) if topology is not None and topology.disaggregated else self._replicas(topology)
-        limits = options.max_num_queued_reqs, options.max_num_queued_tokens
-        self._queue_limits = None if limits == (None, None) else QueueLimits(stages[0].state, *limits)
-        self._loop = EventLoop(
-            plan,
-            *stages,
-            network_ns=self._network_ns,
-            warmup=warmup,
-            begin=self._begin,
-            queue_limits=self._queue_limits,
-        )
+        self._loop = EventLoop(plan, *stages, network_ns=self._network_ns, options=options, begin=self._begin)
 
     def run(self, observer: Observer | None) -> EngineResult:
         """Run to the end and build the tables."""
         loop = self._loop
-        units = [unit for stage in loop.stages for unit in stage.units]
-        dispatcher = loop.front.dispatcher
-        loop.tick = ticker(
-            observer,
-            lambda now_ns: snapshot(
-                self._policy, self._plan, loop.last.state, units, now_ns, dispatcher.waiting if dispatcher else 0
-            ),
-        )
-        interrupted = run_through(loop)
-        if not interrupted and loop.outcome.dead is None:
-            check_all_ended(loop.ended, len(self._whole), "scheduler" if len(units) == 1 else "cluster")
+        if observer is not None:
+            loop.tick = self._ticker(observer)
+        interrupted = False
+        try:
+            with interruptible():
+                loop.run()
+        except KeyboardInterrupt:
+            interrupted = True
+        requests = len(self._whole)
+        if not interrupted and loop.dead is None and loop.ended < requests:
+            stuck = "scheduler" if len(self._kv_totals) == 1 else "cluster"
+            raise RunError(f"{requests - loop.ended} of {requests} requests never ended: the {stuck} is stuck")
         return self._result(interrupted)
+
+    def _ticker(self, observer: Observer) -> Callable[[int], None]:
+        """A function for the event loop that shows progress a few times per second of wall time."""
+        last_s = time.perf_counter()
+
+        def tick(now_ns: int) -> None:
+            nonlocal last_s
+            wall_s = time.perf_counter()
+            if wall_s - last_s >= PROGRESS_INTERVAL_S:
+                last_s = wall_s
+                observer.update(self._progress(now_ns))
+
+        return tick
+
+    def _progress(self, now_ns: int) -> Progress:
+        loop, own = self._loop, slice(len(self._plan))  # warm-up requests follow the plan's rows
+        state, dispatcher = loop.last.state, loop.front.dispatcher
+        units = [unit for stage in loop.stages for unit in stage.units]
+        outputs = int((state.next_slot[own] - state.first_slot[own]).sum())
+        return Progress(
+            policy=self._policy.name,
+            completed=int((state.end_ns[own] != UNSET).sum()),
+            planned=len(self._plan),
+            output_tokens=outputs,
+            total_tokens=outputs + int(state.prompt[own][state.done[own]].sum()),
+            time_s=now_ns / 1e9,
+            mode=units[0].gate.mode,
+            running=sum(len(unit.scheduler.running) for unit in units),
+            waiting=sum(len(unit.scheduler.waiting) for unit in units) + (dispatcher.waiting if dispatcher else 0),
+        )
 
     def _begin(self, now_ns: int) -> None:
         """Called at the end of the warm-up: drop its records."""
-        at_beginning(self._beginning, self._log, self._controllers)(now_ns)
+        self._loop.beginning.begin(now_ns, self._log, self._controllers)
         if self._drafting is not None:
             self._drafting.counts.forget()
         if self._loop.handover is not None:
@@ -402,11 +342,11 @@ class _Simulation:
 
             longest = min(options.max_model_len, longest_sequence(device, options))
             self._drafting = Drafting.of(options.drafts, state, int(self._plan.facts.get("seed", 0)), longest)
-        limits, first, size = scheduler_limits(options), len(self._kv_totals), pool.dp
+        first, size = len(self._kv_totals), pool.dp
         self._kv_totals += [blocks] * pool.units
         units = []
         for number in range(first, first + pool.units):
-            scheduler = self._scheduler(state, limits, make_kv(state, blocks), keep_finished=prefill_only)
+            scheduler = self._scheduler(state, options, make_kv(state, blocks), keep_finished=prefill_only)
             controller = make_controller(
                 self._policy, device, options, blocks, keep_records=not self._engine.figures_only, ranks=size
             )
@@ -417,22 +357,22 @@ class _Simulation:
         front_ends = [FrontEnd.of(options, device.profile, size, state) for _ in engines]
         if dispatch is None:
             return Stage(state, engines, front_ends)
-        return Stage(state, engines, front_ends, *self._dispatcher(dispatch, pool, device.cost, limits, generates))
+        return Stage(state, engines, front_ends, *self._dispatcher(dispatch, pool, device.cost, options, generates))
 
-    def _scheduler(self, state: RequestState, limits: SchedulerLimits, kv: KvBlocks, keep_finished: bool) -> Scheduler:
+    def _scheduler(self, state: RequestState, options: EngineOptions, kv: KvBlocks, keep_finished: bool) -> Scheduler:
         if self._drafting is None:
-            return Scheduler(state, limits, kv, keep_finished=keep_finished)
+            return Scheduler(state, options, kv, keep_finished=keep_finished)
         from ebbench.simulation.drafting import DraftingScheduler
 
-        return DraftingScheduler(state, limits, kv, self._drafting)
+        return DraftingScheduler(state, options, kv, self._drafting)
 
     def _dispatcher(
-        self, dispatch: str, pool: PoolSpec, cost: CostModel, limits: SchedulerLimits, generates: bool
+        self, dispatch: str, pool: PoolSpec, cost: CostModel, options: EngineOptions, generates: bool
     ) -> tuple[Dispatcher, Callable[[int], tuple[int, ...]] | None]:
         """The dispatcher of a pool, and what reads the prefixes of requests if it uses them."""
         from ebbench.dispatch import Fleet, make_dispatcher, parse_dispatch
 
-        chunk_tokens = limits.max_num_batched_tokens
+        chunk_tokens = options.max_num_batched_tokens
         # Assumed before the first measurement: the forward time of a full chunk (the paper measures it offline).
         forward_s = cost.step_s(StepShape(((chunk_tokens, 0),), 0, 0, 1))
         dispatcher = make_dispatcher(
@@ -484,23 +424,24 @@ class _Simulation:
         requests = self._requests()
         for stage in loop.stages:
             stage.state.forget_token_times()
-        steps, ids = STEPS.empty_table(), self._plan.table["request_id"].combine_chunks()
-        several = (
-            len(self._kv_totals) > 1
-        )  # a unit that coasts makes its steps ahead of the others', so they are sorted
-        parts = None
-        if self._engine.steps_in_parts and isinstance(self._log, StepLog) and not several:
-            parts = step_parts_after(self._log, self._beginning, ids, self._kv_totals)
+        several = len(self._kv_totals) > 1  # a unit that coasts makes its steps ahead of the others': they are sorted
+        steps, parts, log = STEPS.empty_table(), None, self._log
+        first, begin_ns = loop.beginning.first_step(log), loop.beginning.time_ns
+        if isinstance(log, FigureLog):
+            steps = log.table(self._kv_totals, first, begin_ns)
         else:
-            steps = steps_after(self._log, self._beginning, ids, self._kv_totals, by_time=several)
+            ids = self._plan.table["request_id"].combine_chunks()
+            parts = log.parts(ids, self._kv_totals, first, begin_ns, by_time=several)
+            if several or not self._engine.steps_in_parts:
+                steps, parts = parts.table(), None
         warnings = [text for unit in self._units for text in unit.warnings]
         return EngineResult(
             requests=requests,
             steps=steps,
             step_parts=parts,
-            decisions=table_of_records(records_after(records, self._beginning)),
+            decisions=table_of_records(records_after(records, loop.beginning)),
             interrupted=interrupted,
-            invalid=() if loop.outcome.dead is None else (loop.outcome.dead,),
+            invalid=() if loop.dead is None else (loop.dead,),
             facts=({} if topology is None else self._facts(topology))
             | loop.front.front_ends[0].facts
             | ({} if self._drafting is None else self._drafting.counts.facts),
@@ -512,21 +453,13 @@ class _Simulation:
         loop, count = self._loop, len(self._plan)
         state, first = loop.last.state, loop.front.state
         state.scheduled_ns, state.cached_tokens = first.scheduled_ns, first.cached_tokens
-        own = without_warmup(state, self._plan, self._beginning)
-        cut_at_hang_ups(own, loop.hang_ups.abandoned)
-        requests = with_hang_ups(requests_table(self._plan, own), loop.hang_ups)
-        failed, never_sent = dict(loop.outcome.failed), list(loop.outcome.never_sent)
-        if self._queue_limits is not None:
-            failed |= self._queue_limits.refused
-            never_sent += self._queue_limits.never_sent
-        requests = with_failures(requests, failed, never_sent)
+        requests = plan_requests(self._plan, state, loop)
         if self._engine.topology is None:
             return requests
         if loop.handover is not None and loop.hang_ups.any:
-            requests = with_prefill_ends(requests, first, self._beginning)
+            requests = with_prefill_ends(requests, first, loop.beginning)
         units = loop.unit_of[:count]
-        workers = pa.array(units.astype(np.int32), mask=units == UNSET)
-        return requests.set_column(requests.column_names.index("worker"), "worker", workers)
+        return with_columns(requests, {"worker": pa.array(units.astype(np.int32), mask=units == UNSET)})
 
     def _link(self, topology: TopologySpec) -> str:
         """The kind of link that the times assume; "" if no data crosses a link."""
@@ -562,9 +495,7 @@ class _Simulation:
 
 def _one_token(plan: Plan) -> Plan:
     """The plan as the prefill stage runs it: one output token per request."""
-    index = plan.table.column_names.index("output_tokens")
-    ones = pa.array(np.ones(len(plan), np.int32))
-    return replace(plan, table=plan.table.set_column(index, plan.table.schema.field(index), ones))
+    return replace(plan, table=with_columns(plan.table, {"output_tokens": np.ones(len(plan), np.int32)}))
 
 
 def _mean_ms(spans_ns: np.ndarray, known: np.ndarray) -> float | None:

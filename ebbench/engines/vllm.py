@@ -19,10 +19,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.client import DriveResult
+from ebbench.client.load_generator import drive
 from ebbench.config.topology import DEFAULT_DISPATCH
 from ebbench.devices.base import Device
-from ebbench.engines.base import EngineResult, Observer, Progress, refuse_simulated
-from ebbench.engines.endpoint import SendingEngine, drive, warmed
+from ebbench.engines.base import EngineResult, refuse_simulated
+from ebbench.engines.endpoint import SendingEngine, warmed
 from ebbench.engines.machine import visible_gpus
 from ebbench.engines.vllm_command import (
     Emulation,
@@ -42,8 +43,8 @@ from ebbench.errors import DataError, RunError, UsageError
 from ebbench.gateway.process import GatewayProcess
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.process.termination import interruptible
-from ebbench.records.plan import Plan
-from ebbench.records.schema import DECISIONS, REQUESTS, STEPS, decisions_table
+from ebbench.records.plan import Observer, Plan, Progress
+from ebbench.records.schema import DECISIONS, STEPS, decisions_table, with_columns
 from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.client import ClientOptions
 from ebbench.spec.server import EngineOptions
@@ -182,10 +183,7 @@ def joined_requests(requests: pa.Table, steps: pa.Table) -> pa.Table:
         "scheduled_ns": [first.get(name) for name in names],
         "preemptions": [preempted.get(name, 0) if name in first else None for name in names],
     }
-    for column, values in columns.items():
-        position = requests.schema.get_field_index(column)
-        requests = requests.set_column(position, REQUESTS.field(column), pa.array(values, REQUESTS.field(column).type))
-    return requests
+    return with_columns(requests, columns)
 
 
 DEATH_S = 10.0  # longest time from the first failed request to the end of a server that died
@@ -219,7 +217,7 @@ class StartedServers(SendingEngine):
         records, since_ns = [serving.record for serving in self.servings], time.monotonic_ns()
         try:
             client = warmed(self.client, options)
-            done = drive(self.url, plan, client, observer, label=policy.name, on_batch=self.on_batch)
+            done = drive(self.url, plan, client, observer, self.on_batch, label=policy.name)
         except RunError:
             for process in self.processes:
                 process.check_alive("died")
@@ -319,24 +317,21 @@ def merged(recordings: Sequence[Recording]) -> Recording | None:
     """Recordings of several servers as one: instances numbered, steps in scheduling order."""
     if len(recordings) < 2:
         return recordings[0] if recordings else None
-    steps = pa.concat_tables(_of_instance(r.steps, i) for i, r in enumerate(recordings))
-    steps = steps.take(pc.sort_indices(steps, sort_keys=[("scheduled_ns", "ascending"), ("instance", "ascending")]))
-    numbered = pa.array(np.arange(steps.num_rows, dtype=np.int64))
-    steps = steps.set_column(0, steps.schema.field(0), numbered)
-    tables = (_of_instance(r.decisions, i) for i, r in enumerate(recordings))
-    decisions = pa.concat_tables(tables, promote_options="default")
+
+    def together(tables: Iterable[pa.Table], *order: str) -> pa.Table:
+        numbered = [
+            with_columns(table, {"instance": np.full(len(table), i, np.int32)}) for i, table in enumerate(tables)
+        ]
+        whole = pa.concat_tables(numbered, promote_options="default")
+        return whole.take(pc.sort_indices(whole, sort_keys=[(name, "ascending") for name in order]))
+
+    steps = together((r.steps for r in recordings), "scheduled_ns", "instance")
     return Recording(
-        steps=steps,
-        decisions=decisions.take(pc.sort_indices(decisions, sort_keys=[("time_ns", "ascending")])),
+        steps=with_columns(steps, {"step_id": np.arange(len(steps), dtype=np.int64)}),
+        decisions=together((r.decisions for r in recordings), "time_ns"),
         pids=frozenset().union(*(r.pids for r in recordings)),
         policies=frozenset().union(*(r.policies for r in recordings)),
     )
-
-
-def _of_instance(table: pa.Table, instance: int) -> pa.Table:
-    index = table.column_names.index("instance")
-    values = pa.array(np.full(table.num_rows, instance, np.int32))
-    return table.set_column(index, table.schema.field(index), values)
 
 
 READY_TIMEOUT_S = 900.0
@@ -348,7 +343,10 @@ PROOF_TIMEOUT_S = 10.0
 
 @dataclass
 class VllmEngine(SendingEngine):
-    """Starts one server per run. ``model``: name or folder to serve; None: the device's model.
+    """Starts one server per run, or ``replicas`` equal ones behind a gateway with dispatch policy ``dispatch``.
+
+    ``model``: name or folder to serve; None: the device's model. With dispatch ``sbs`` every server publishes the ends
+    of its forward passes. Servers that share a GPU test dispatch but not speed.
 
     ``vllm_options`` go to ``vllm serve`` unchanged and are part of what comparisons check. ``emulation`` gives the
     server an emulated device. ``record_v1`` runs v1 through the plugin as well, which then only records the steps;
@@ -361,6 +359,8 @@ class VllmEngine(SendingEngine):
     emulation: Emulation | None = None
     record_v1: bool = False
     ready_timeout_s: float = READY_TIMEOUT_S
+    replicas: int | None = None
+    dispatch: str = DEFAULT_DISPATCH
     name: str = "vllm"
 
     def run(
@@ -397,47 +397,59 @@ class VllmEngine(SendingEngine):
                     process.wait_ready(self.ready_timeout_s, progress(process.log))
                     if serving.record is not None:
                         prove_policy(serving.record, policy, process)
+            url, facts = servings[0].url, dict[str, object]()
+            if self.replicas is not None:
+                url = stack.enter_context(GatewayProcess(self._gateway(servings, options))).url
+                facts = {"replicas": self.replicas, "dispatch": self.dispatch}
             servers = StartedServers(
                 client=self.client_for(servings[0].model),
                 on_batch=self.on_batch,
                 log=self.log,
-                url=self._front(servings, options, stack),
+                url=url,
                 servings=servings,
                 processes=processes,
                 vllm_options=self.vllm_options,
-                further_facts=self._further_facts(),
+                further_facts=facts,
             )
             yield servers
         if servers.log_kept.is_set():
             shutil.rmtree(logs)
 
     def _servings(self, policy: PolicySpec, device: Device, options: EngineOptions, folder: Path) -> list[Serving]:
-        """The settings of every server. Records go to ``folder``."""
-        return [
-            self.serving(policy, known_costs(device), options, self._record(policy, folder / "steps"), device.model)
-        ]
-
-    def _record(self, policy: PolicySpec, folder: Path) -> Path | None:
-        """Where the plugin records the steps; None for vLLM unchanged."""
-        return folder if not policy.native or self.record_v1 else None
+        """The settings of every server. Records go to ``folder``; vLLM unchanged has none."""
+        calibration, recorded = known_costs(device), not policy.native or self.record_v1
+        signalled = self.replicas is not None and self.dispatch.partition(":")[0] == "sbs"
+        servings = []
+        for index in range(self.replicas or 1):
+            record = folder / f"steps-{index}" if recorded else None
+            serving = self.serving(policy, calibration, options, record, device.model)
+            endpoint = f"tcp://127.0.0.1:{free_port()}" if signalled else None
+            servings.append(replace(serving, signals=endpoint))
+        if len({s.port for s in servings} | {s.signals for s in servings if s.signals}) < len(servings):
+            raise UsageError("could not find free ports for the servers; try again")
+        return servings
 
     def _processes(self, servings: Sequence[Serving], logs: Path) -> Iterator[ServerProcess]:
+        """Each of several servers gets its own GPU if there are enough; otherwise they share."""
+        several = len(servings) > 1
+        own_gpus = several and len(visible_gpus()) >= len(servings) and "CUDA_VISIBLE_DEVICES" not in os.environ
         for index, serving in enumerate(servings):
-            log = logs / ("server.log" if len(servings) == 1 else f"server-{index}.log")
-            environment = server_environment(serving.policy) | self._gpu(index, len(servings))
+            log = logs / (f"server-{index}.log" if several else "server.log")
+            environment = server_environment(serving.policy)
+            if own_gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = str(index)
             yield ServerProcess(executable_line(serving), serving.url, log, environment)
 
-    def _gpu(self, index: int, servers: int) -> dict[str, str]:
-        """The environment that gives server ``index`` of ``servers`` its GPU; empty: all of them."""
-        return {}
-
-    def _front(self, servings: Sequence[Serving], options: EngineOptions, stack: ExitStack) -> str:
-        """Where requests are sent: to the server, or to what ``stack`` then holds in front of several."""
-        return servings[0].url
-
-    def _further_facts(self) -> dict[str, object]:
-        """Entries of the manifest."""
-        return {}
+    def _gateway(self, servings: Sequence[Serving], options: EngineOptions) -> GatewaySettings:
+        return GatewaySettings(
+            upstreams=tuple(serving.url for serving in servings),
+            dispatch=self.dispatch,
+            port=0,
+            signals=tuple(s.signals for s in servings if s.signals is not None),
+            chunk_tokens=options.max_num_batched_tokens,
+            drain_s=5.0,
+            max_wait_s=ClientOptions.total_timeout_s,  # the load generator's own limits decide
+        )
 
     def serving(
         self,
@@ -541,52 +553,3 @@ def _in_group(pid: int, group: int) -> bool:
         return os.getpgid(pid) == group
     except ProcessLookupError:
         return False
-
-
-# The `vllm` engine with several servers behind the gateway.
-
-
-@dataclass
-class ReplicatedVllmEngine(VllmEngine):
-    """``replicas`` equal servers behind a gateway with dispatch policy ``dispatch``.
-
-    Each server gets its own GPU if there are enough; otherwise they share, which tests dispatch but not speed. With
-    ``sbs`` every server publishes the ends of its forward passes.
-    """
-
-    replicas: int = 2
-    dispatch: str = DEFAULT_DISPATCH
-
-    def _servings(self, policy: PolicySpec, device: Device, options: EngineOptions, folder: Path) -> list[Serving]:
-        calibration = known_costs(device)
-        signalled = self.dispatch.partition(":")[0] == "sbs"
-        servings = []
-        for index in range(self.replicas):
-            record = self._record(policy, folder / f"steps-{index}")
-            serving = self.serving(policy, calibration, options, record, device.model)
-            endpoint = f"tcp://127.0.0.1:{free_port()}" if signalled else None
-            servings.append(replace(serving, signals=endpoint))
-        if len({s.port for s in servings} | {s.signals for s in servings if s.signals}) < self.replicas:
-            raise UsageError("could not find free ports for the servers; try again")
-        return servings
-
-    def _gpu(self, index: int, servers: int) -> dict[str, str]:
-        enough = len(visible_gpus()) >= servers and "CUDA_VISIBLE_DEVICES" not in os.environ
-        return {"CUDA_VISIBLE_DEVICES": str(index)} if enough else {}
-
-    def _front(self, servings: Sequence[Serving], options: EngineOptions, stack: ExitStack) -> str:
-        return stack.enter_context(GatewayProcess(self._gateway(servings, options))).url
-
-    def _further_facts(self) -> dict[str, object]:
-        return {"replicas": self.replicas, "dispatch": self.dispatch}
-
-    def _gateway(self, servings: Sequence[Serving], options: EngineOptions) -> GatewaySettings:
-        return GatewaySettings(
-            upstreams=tuple(serving.url for serving in servings),
-            dispatch=self.dispatch,
-            port=0,
-            signals=tuple(s.signals for s in servings if s.signals is not None),
-            chunk_tokens=options.max_num_batched_tokens,
-            drain_s=5.0,
-            max_wait_s=ClientOptions.total_timeout_s,  # the load generator's own limits decide
-        )

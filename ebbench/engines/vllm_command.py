@@ -114,6 +114,19 @@ class Emulation:
 
 
 @dataclass(frozen=True)
+class EmulatedSettings(Emulation):
+    """What the emulated executor is told: the device, and the server's options that are not vLLM's own there."""
+
+    async_scheduling: bool = True
+    enforce_eager: bool = False
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    kv_blocks: int | None = None
+    gpu_memory_utilization: float | None = None
+    vllm_version: str | None = None
+
+
+@dataclass(frozen=True)
 class Serving:
     """What to serve and how. ``extra`` goes to vLLM unchanged and overrides everything set here.
 
@@ -265,19 +278,12 @@ def _emulated_config(emulation: Emulation, options: EngineOptions | None) -> dic
     if options is not None:
         # vLLM's CPU platform switches asynchronous scheduling off; the executor switches it on again.
         settings["async_scheduling"] = options.async_scheduling
-        if options.enforce_eager:
-            settings["enforce_eager"] = True
-        if options.quantization is not None:
-            settings["quantization"] = options.quantization
-        if options.kv_cache_dtype != "auto":
-            settings["kv_cache_dtype"] = options.kv_cache_dtype
-        if options.num_kv_blocks is not None:
-            settings["kv_blocks"] = options.num_kv_blocks
-        settings |= {
-            name: value
-            for name in ("gpu_memory_utilization", "vllm_version")
-            if (value := getattr(options, name)) is not None
-        }
+        given = {
+            "enforce_eager": options.enforce_eager, "quantization": options.quantization,
+            "kv_cache_dtype": options.kv_cache_dtype, "kv_blocks": options.num_kv_blocks,
+            "gpu_memory_utilization": options.gpu_memory_utilization, "vllm_version": options.vllm_version,
+        }  # fmt: skip
+        settings |= {name: value for name, value in given.items() if value not in (None, False, "auto")}
     return settings
 
 

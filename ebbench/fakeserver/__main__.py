@@ -6,15 +6,8 @@ import msgspec
 
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.server import run
-from ebbench.process.child import end_with_parent
-from ebbench.process.interpreter import no_full_collections
-
-
-def _announce(port: int) -> None:
-    no_full_collections()
-    print(f"READY {port}", flush=True)
-
+from ebbench.process.child import announce, end_with_parent
 
 if __name__ == "__main__":
     end_with_parent()
-    run(msgspec.json.decode(sys.argv[1], type=FakeConfig), _announce)
+    run(msgspec.json.decode(sys.argv[1], type=FakeConfig), announce)

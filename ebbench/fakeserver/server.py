@@ -12,8 +12,8 @@ import ssl
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Protocol, cast
+from functools import partial
+from typing import cast
 
 import httptools
 import msgspec
@@ -38,29 +38,13 @@ from ebbench.process.child import allow_open_files, make_room_for_files
 # HTTP/1.1 on one connection: httptools parses requests, the router responds.
 
 
-class Router(Protocol):
-    """Handles requests."""
-
-    def handle(self, connection: ServedConnection, method: str, path: str, body: bytes, received_ns: int) -> None:
-        """Respond to the request through ``connection``."""
-        ...
-
-    def connected(self, connection: ServedConnection) -> None:
-        """Called when a connection is made."""
-        ...
-
-    def disconnected(self, connection: ServedConnection) -> None:
-        """Called when a connection is lost."""
-        ...
-
-
 class ServedConnection(asyncio.Protocol):
     """One client connection. Tokens are written directly to the socket, so that a recorded send is a real one.
 
     Under TLS they go through the transport, which encrypts them.
     """
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: FakeServer) -> None:
         self._router = router
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
@@ -156,57 +140,53 @@ class ServedConnection(asyncio.Protocol):
 # Timing wheel: one timer for thousands of streams.
 
 TICK_NS = 250_000
-_AT_ONCE = 32  # items, about half a millisecond
+_AT_ONCE = 32  # acts, about half a millisecond
 
 
-class Timed(Protocol):
-    """An item with a next due time."""
-
-    def act(self) -> int:
-        """Do what is due; returns the next due time (monotonic ns), or 0 for never."""
-        ...
+Act = Callable[[], int]
+"""Does what is due; returns when it is due next (monotonic ns), 0 for never."""
 
 
 class TimerWheel:
-    """Calls ``act`` of each item when it is due, at most a quarter of a millisecond late.
+    """Calls each ``act`` when it is due, at most a quarter of a millisecond late.
 
-    Times are rounded up to ticks, which bounds the number of wake-ups. Where many items are late, as on a machine with
+    Times are rounded up to ticks, which bounds the number of wake-ups. Where much is late, as on a machine with
     other work, requests are read and connections accepted in between: the event loop accepts one per turn.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._alarm = Alarm(loop, self._turn)
         self._ticks: list[int] = []
-        self._due: dict[int, list[Timed]] = {}
+        self._due: dict[int, list[Act]] = {}
 
-    def enter(self, item: Timed, due_ns: int) -> None:
-        """Schedule ``item`` for ``due_ns``."""
-        if self._put(item, due_ns) == self._ticks[0]:
+    def enter(self, act: Act, due_ns: int) -> None:
+        """Schedule ``act`` for ``due_ns``."""
+        if self._put(act, due_ns) == self._ticks[0]:
             self._alarm.set(self._ticks[0] * TICK_NS)
 
     def close(self) -> None:
         """Stop the timer."""
         self._alarm.close()
 
-    def _put(self, item: Timed, due_ns: int) -> int:
+    def _put(self, act: Act, due_ns: int) -> int:
         tick = -(-due_ns // TICK_NS)
-        items = self._due.get(tick)
-        if items is None:
-            self._due[tick] = [item]
+        acts = self._due.get(tick)
+        if acts is None:
+            self._due[tick] = [act]
             heapq.heappush(self._ticks, tick)
         else:
-            items.append(item)
+            acts.append(act)
         return tick
 
     def _turn(self) -> None:
         now_tick, done = time.monotonic_ns() // TICK_NS, 0
         while self._ticks and self._ticks[0] <= now_tick and done < _AT_ONCE:
-            items = self._due.pop(heapq.heappop(self._ticks))
-            done += len(items)
-            for item in items:
-                due_ns = item.act()
+            acts = self._due.pop(heapq.heappop(self._ticks))
+            done += len(acts)
+            for act in acts:
+                due_ns = act()
                 if due_ns:
-                    self._put(item, due_ns)
+                    self._put(act, due_ns)
         if self._ticks:
             self._alarm.set(self._ticks[0] * TICK_NS)
 
@@ -322,7 +302,14 @@ class FakeServer:
         connection.response, connection.byte_by_byte = response, kind == "split"
         if kind != "stall" or (fault and fault.after >= 0):
             connection.send(EVENT_STREAM + (chunk(messages.role()) if chat else b""))
-            self._wheel.enter(_CountedResponse(response, self), response.due_ns())
+            self._wheel.enter(partial(self._send_next, response), response.due_ns())
+
+    def _send_next(self, response: ScheduledResponse) -> int:
+        """Send the next message of a response; after the last one count it, for the fault ``kill``."""
+        due_ns = response.act()
+        if not due_ns and self._kill_after is not None and self.ledger.completed >= self._kill_after:
+            os._exit(9)
+        return due_ns
 
     def _refused(self, connection: ServedConnection, entry: LedgerEntry, fault: Fault) -> bool:
         """Respond with an error if the fault asks for one; returns whether it did."""
@@ -341,17 +328,21 @@ class FakeServer:
         return True
 
     def _answer_whole(self, connection: ServedConnection, path: str, entry: LedgerEntry) -> None:
+        """Answer without a stream, when the last token would be due."""
         self.ledger.open(entry)
         messages = Messages(f"cmpl-{entry.number}", self._config.model, path.endswith("chat/completions"), False)
         body = response(200, messages.whole(entry.max_tokens, "length", entry.prompt_tokens))
         ttft_ns, itl_ns = self._timing_ns
         due_ns = entry.started_ns + ttft_ns + (entry.max_tokens - 1) * itl_ns
-        self._wheel.enter(_WholeResponse(connection, entry, self.ledger, body), due_ns)
 
-    def ended(self) -> None:
-        """Count a response that has ended, for the fault ``kill``."""
-        if self._kill_after is not None and self.ledger.completed >= self._kill_after:
-            os._exit(9)
+        def act() -> int:
+            entry.tokens = entry.max_tokens
+            self.ledger.sent_tokens += entry.max_tokens
+            self.ledger.close(entry, time.monotonic_ns(), "length")
+            connection.send(body)
+            return 0
+
+        self._wheel.enter(act, due_ns)
 
     def _health(self) -> bytes:
         unready_ms = max((f.ms for f in self._config.faults if f.kind == "unready"), default=0.0)
@@ -396,33 +387,6 @@ class FakeServer:
         return response(200, ("\n".join(lines) + "\n").encode(), "text/plain; version=0.0.4")
 
 
-class _CountedResponse:
-    """A streamed response on the timer wheel that tells the server when it has ended."""
-
-    def __init__(self, response: ScheduledResponse, server: FakeServer) -> None:
-        self._act, self._response, self._server = response.act, response, server
-
-    def act(self) -> int:
-        due_ns = self._act()
-        if not due_ns:
-            self._server.ended()
-        return due_ns
-
-
-class _WholeResponse:
-    """A non-streamed response, sent when its last token would be due."""
-
-    def __init__(self, connection: ServedConnection, entry: LedgerEntry, ledger: Ledger, body: bytes) -> None:
-        self._connection, self._entry, self._ledger, self._body = connection, entry, ledger, body
-
-    def act(self) -> int:
-        self._entry.tokens = self._entry.max_tokens
-        self._ledger.sent_tokens += self._entry.max_tokens
-        self._ledger.close(self._entry, time.monotonic_ns(), "length")
-        self._connection.send(self._body)
-        return 0
-
-
 def _tls(config: FakeConfig) -> ssl.SSLContext | None:
     """TLS context with the server's certificate; None for plain http. Raises UsageError if it cannot be read."""
     if config.ssl_certfile is None:
@@ -464,8 +428,3 @@ def run(config: FakeConfig, on_ready: Callable[[int], None]) -> Ledger:
     make_room_for_files()
     take_short_slices()
     return uvloop.run(serve(config, on_ready))
-
-
-def encode_config(config: FakeConfig) -> str:
-    """The configuration as one JSON line, for the child process."""
-    return msgspec.json.encode(asdict(config)).decode()

@@ -7,19 +7,12 @@ import msgspec
 from ebbench.errors import EbbenchError
 from ebbench.gateway.serve import serve
 from ebbench.gateway.settings import GatewaySettings
-from ebbench.process.child import end_with_parent
-from ebbench.process.interpreter import no_full_collections
-
-
-def _announce(port: int) -> None:
-    no_full_collections()
-    print(f"READY {port}", flush=True)
-
+from ebbench.process.child import announce, end_with_parent
 
 if __name__ == "__main__":
     end_with_parent()
     try:
-        serve(msgspec.json.decode(sys.argv[1], type=GatewaySettings), _announce)
+        serve(msgspec.json.decode(sys.argv[1], type=GatewaySettings), announce)
     except EbbenchError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import httpx
@@ -195,43 +196,27 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.answers = Counter(
-            "ebbench_gateway_answers", "Answers relayed, by upstream and outcome.", ["upstream", "outcome"],
-            registry=self._registry,
-        )  # fmt: skip
-        self.retries = Counter(
-            "ebbench_gateway_retries", "Requests sent on because an upstream gave no answer.", ["upstream"],
-            registry=self._registry,
-        )  # fmt: skip
-        self.refused = Counter(
-            "ebbench_gateway_refused", "Requests refused by the gateway itself, by status.", ["status"],
-            registry=self._registry,
-        )  # fmt: skip
-        self.abandoned = Counter(
-            "ebbench_gateway_abandoned", "Requests whose client left before the answer was complete.",
-            registry=self._registry,
-        )  # fmt: skip
+        counter = partial(Counter, namespace="ebbench_gateway", registry=self._registry)
+        gauge = partial(Gauge, namespace="ebbench_gateway", registry=self._registry)
+        self.answers = counter("answers", "Answers relayed, by upstream and outcome.", ["upstream", "outcome"])
+        self.retries = counter("retries", "Requests sent on because an upstream gave no answer.", ["upstream"])
+        self.refused = counter("refused", "Requests refused by the gateway itself, by status.", ["status"])
+        self.abandoned = counter("abandoned", "Requests whose client left before the answer was complete.")
         self.wait = Histogram(
             "ebbench_gateway_dispatch_wait_seconds", "Time requests wait for an upstream.", buckets=_WAIT_BUCKETS,
             registry=self._registry,
         )  # fmt: skip
-        self.passes = Counter(
-            "ebbench_gateway_forward_passes", "Ends of forward passes signalled or inferred.", ["upstream"],
-            registry=self._registry,
-        )  # fmt: skip
-        self.open = self._gauge("open_requests", "Requests open, by upstream.", ["upstream"])
-        self.active = self._gauge("upstream_active", "1 if the upstream takes requests.", ["upstream"])
-        self.ejections = self._gauge("upstream_ejections", "Times the upstream was taken out.", ["upstream"])
-        self.waiting = self._gauge("waiting", "Requests waiting for an upstream.", [])
-        self.interval = self._gauge("dispatch_interval_seconds", "Interval of Algorithm 1.", [])
-        self.forward = self._gauge("forward_seconds", "Mean duration of a forward pass.", [])
+        self.passes = counter("forward_passes", "Ends of forward passes signalled or inferred.", ["upstream"])
+        self.open = gauge("open_requests", "Requests open, by upstream.", ["upstream"])
+        self.active = gauge("upstream_active", "1 if the upstream takes requests.", ["upstream"])
+        self.ejections = gauge("upstream_ejections", "Times the upstream was taken out.", ["upstream"])
+        self.waiting = gauge("waiting", "Requests waiting for an upstream.")
+        self.interval = gauge("dispatch_interval_seconds", "Interval of Algorithm 1.")
+        self.forward = gauge("forward_seconds", "Mean duration of a forward pass.")
 
     def render(self) -> bytes:
         """The metrics page."""
         return generate_latest(self._registry)
-
-    def _gauge(self, name: str, text: str, labels: list[str]) -> Gauge:
-        return Gauge(f"ebbench_gateway_{name}", text, labels, registry=self._registry)
 
 
 Headers = list[tuple[bytes, bytes]]

@@ -30,9 +30,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from ebbench.process.interpreter import is_process_of_ebbench, process_of_ebbench
+import msgspec
+
+from ebbench.errors import RunError, UsageError
+from ebbench.process.interpreter import is_process_of_ebbench, no_full_collections, process_of_ebbench
 from ebbench.process.termination import SIGNALS, hastened
 
 OTHER_FILES = 64
@@ -208,35 +212,63 @@ def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return {**environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-class NotReadyError(Exception):
-    """A child that did not report to be ready. ``reason``: the last line it wrote to stderr; ``status``: its exit."""
+class ServerChild:
+    """A server of ebbench in a child process: ``module`` with ``settings`` as its argument, in JSON.
 
-    def __init__(self, reason: str, status: int) -> None:
-        super().__init__(reason)
-        self.reason, self.status = reason, status
-
-
-def ready_child(module: str, argument: str, timeout_s: float) -> tuple[Child, int]:
-    """Start ``module`` and wait for its line ``READY PORT``; returns the child and the port it listens on.
-
-    Raises NotReadyError if the child ends or ``timeout_s`` passes before that.
+    ``url``: ``origin`` with the port that it announces. The process ends with the context. Entering raises UsageError
+    or RunError with the server's own reason if it does not start within ``ready_timeout_s``. ``grace_s``: how long it
+    may take to end.
     """
-    child = Child(
-        child_command(module, argument), env=child_environ(os.environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert child.stdout is not None
-    ready, _, _ = select.select([child.stdout], [], [], timeout_s)
-    line = child.stdout.readline() if ready else b""
-    if line.startswith(b"READY "):
-        return child, int(line.split()[1])
-    try:
-        child.wait(EXIT_WAIT_S if ready else 0.0)
-    except subprocess.TimeoutExpired:
-        child.kill()
-    _, stderr = child.communicate()
-    raise NotReadyError(
-        (stderr.decode(errors="replace").strip().splitlines() or ["no answer in time"])[-1], child.returncode
-    )
+
+    def __init__(
+        self, module: str, what: str, settings: object, origin: str, ready_timeout_s: float, grace_s: float
+    ) -> None:
+        self._module, self._what, self._settings, self._origin = module, what, settings, origin
+        self._ready_timeout_s, self._grace_s = ready_timeout_s, grace_s
+        self.process: Child | None = None
+        self.url = ""
+
+    def __enter__(self) -> Self:
+        command = child_command(self._module, msgspec.json.encode(self._settings).decode())
+        child = Child(command, env=child_environ(os.environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert child.stdout is not None
+        ready, _, _ = select.select([child.stdout], [], [], self._ready_timeout_s)
+        line = child.stdout.readline() if ready else b""
+        if not line.startswith(b"READY "):
+            try:
+                child.wait(EXIT_WAIT_S if ready else 0.0)
+            except subprocess.TimeoutExpired:
+                child.kill()
+            _, stderr = child.communicate()
+            reason = (stderr.decode(errors="replace").strip().splitlines() or ["no answer in time"])[-1]
+            kind = UsageError if child.returncode == UsageError.exit_code else RunError
+            raise kind(f"{self._what} did not start: {reason}")
+        self.process, self.url = child, f"{self._origin}:{int(line.split()[1])}"
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """The server's process id."""
+        assert self.process is not None, "the server runs inside its context only"
+        return self.process.pid
+
+    def stop(self) -> None:
+        """Send SIGTERM, wait until open requests may have ended, then kill."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.end(self._grace_s)
+            process.communicate()
+
+
+def announce(port: int) -> None:
+    """Tell :class:`ServerChild` that this process listens on ``port``; from now on it collects young garbage only."""
+    no_full_collections()
+    print(f"READY {port}", flush=True)
 
 
 def end_with_parent() -> None:

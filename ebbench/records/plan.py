@@ -1,4 +1,5 @@
-"""The request plan: which requests are sent, when, and after which others; independent of engine and policy.
+"""The request plan: which requests are sent, when, and after which others; independent of engine and policy. And how
+far a run of it has come.
 
 Token ids of prompts are a pure function of what identifies their content, and of the position.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -301,3 +302,33 @@ def _parallel_starts(sessions: Ints, first: npt.NDArray[np.bool_], others: Ints)
     for row in others.tolist():
         rows_by_first.setdefault(first_of[int(sessions[row])], []).append(row)
     return rows_by_first
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A snapshot for the progress line."""
+
+    policy: str
+    completed: int
+    planned: int
+    output_tokens: int
+    total_tokens: int
+    time_s: float  # engine time, virtual or real
+    mode: str
+    running: int
+    waiting: int
+    # Known during the run only for engines that measure a server; failures by class, and medians of the last 500
+    # complete responses, in ms.
+    failures: Mapping[str, int] = field(default_factory=dict)
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    # What the engine waits for before the first request; ``time_s`` is then the time of the wait.
+    waiting_for: str = ""
+
+
+class Observer(Protocol):
+    """Receives snapshots during a run; must return quickly."""
+
+    def update(self, progress: Progress) -> None:
+        """Process a snapshot."""
+        ...

@@ -199,6 +199,16 @@ DECISIONS = pa.schema(
 DECISIONS_EXTRAS = pa.schema([pa.field("period_passes", pa.int32())])
 
 
+def with_columns(table: pa.Table, columns: Mapping[str, Any]) -> pa.Table:
+    """The table with these values, arrays or lists, in some of its columns."""
+    for name, values in columns.items():
+        index = table.schema.get_field_index(name)
+        field = table.schema.field(index)
+        known = isinstance(values, pa.Array | pa.ChunkedArray)
+        table = table.set_column(index, field, values if known else pa.array(values, field.type))
+    return table
+
+
 def decisions_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     """DECISIONS, one row per mapping, with those of DECISIONS_EXTRAS that a row has."""
     extras = [column for column in DECISIONS_EXTRAS if any(column.name in row for row in rows)]

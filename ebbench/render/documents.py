@@ -23,7 +23,7 @@ from ebbench.analysis.documents import Column, Document, MeanFigure, Section, Va
 from ebbench.foreign.documents import csv_cell, markdown, visible
 
 if TYPE_CHECKING:
-    from ebbench.engines.base import Progress
+    from ebbench.records.plan import Progress
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from ebbench.engines.base import Progress
+from ebbench.records.plan import Progress
 from ebbench.render.documents import Console, ProgressEvent
 from ebbench.render.numbers import count, duration_ms, rate
 

@@ -20,12 +20,12 @@ from ebbench.analysis.metrics import Slo, parse_class_slo, refuse_unknown_classe
 from ebbench.analysis.summary import Drafted, Summary, metrics_dict, summarise_phases
 from ebbench.analysis.validity import of_device
 from ebbench.devices.base import Device
-from ebbench.engines.base import Engine, EngineResult, Observer, Progress, stated_limits, uses_priorities
-from ebbench.engines.setup import journalled, policy_label, simulated_pools, with_step_parts, without_step_tables
+from ebbench.engines.base import Engine, EngineResult, stated_limits, uses_priorities
+from ebbench.engines.setup import journalled, policy_label, recording, simulated_pools
 from ebbench.process.termination import held, interruptible, raise_if_stopped, signals_here
 from ebbench.records.files import TableParts
 from ebbench.records.manifest import RunLabels, wall_clock_ns
-from ebbench.records.plan import Plan
+from ebbench.records.plan import Observer, Plan, Progress
 from ebbench.records.run import Run, RunWriter
 from ebbench.records.warnings import SERVER_BUSY, SERVER_LIMITS, SERVER_SIMULATED, RunWarning, warning
 from ebbench.render.documents import Console
@@ -233,7 +233,7 @@ def execute(
         if context.kind_of_time == "real" and directory is not None:
             begin(writer, context)
             engine = journalled(engine, writer)
-        engine = _recording(engine, stored=directory is not None)
+        engine = recording(engine, stored=directory is not None)
         plan, result = run_plan(engine, ready.plan, ready.policy, ready.device, spec.server, observer)
         if not keep_interrupted:
             result.uninterrupted()
@@ -274,13 +274,6 @@ def _labels(spec: RunSpec) -> RunLabels:
     """The labels that the user gave, and those of the CI job."""
     given = asdict(spec.labels.in_job(os.environ))
     return RunLabels(**{name: value for name, value in given.items() if value})
-
-
-def _recording(engine: Engine, *, stored: bool) -> Engine:
-    """A simulator that keeps as much as is stored: steps in parts, or none; other engines unchanged."""
-    if stored:
-        return with_step_parts(engine)
-    return without_step_tables(engine)
 
 
 def _warnings(ready: Prepared) -> tuple[RunWarning, ...]:

@@ -40,6 +40,7 @@ from ebbench.engines.setup import (
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.process.interpreter import is_process_of_ebbench
 from ebbench.records.plan import Plan
+from ebbench.records.schema import with_columns
 from ebbench.runs.file import starts_a_server, with_batch_limits
 from ebbench.spec.commands import DEFAULTS
 from ebbench.spec.run import RunSpec, known_settings, make_spec
@@ -105,11 +106,8 @@ def _plan(options: PlanOptions, shuffle: bool) -> Plan:
 def shuffled(plan: Plan, seed: int) -> Plan:
     """The same requests in another order: lengths and contents move, arrival times stay."""
     order = pa.array(np.random.default_rng(seed).permutation(plan.table.num_rows))
-    table = plan.table
-    for name in ("input_tokens", "output_tokens", "content"):
-        at = table.schema.get_field_index(name)
-        table = table.set_column(at, table.schema.field(at), table[name].take(order))
-    return replace(plan, table=table)
+    moved = {name: plan.table[name].take(order) for name in ("input_tokens", "output_tokens", "content")}
+    return replace(plan, table=with_columns(plan.table, moved))
 
 
 _loaded: dict[DeviceRequest, Device] = {}

@@ -26,7 +26,7 @@ from ebbench.foreign.documents import visible
 from ebbench.records import files
 from ebbench.records.manifest import RunLabels, encode_manifest
 from ebbench.records.run import MANIFEST, PARTIAL, SEARCH, Run, TableName, is_being_written
-from ebbench.records.schema import DECISIONS, STEPS
+from ebbench.records.schema import DECISIONS, STEPS, with_columns
 from ebbench.records.warnings import warning
 from vllm_eb.settings import name_hint
 
@@ -444,9 +444,8 @@ def shrink(directory: Path, facts: Mapping[str, Any]) -> int:
     tables = {"steps": STEPS.empty_table(), "decisions": DECISIONS.empty_table()}
     requests = run.requests
     if not pc.any(requests["bundled_tokens"]).as_py():
-        place = requests.schema.get_field_index("itl_ns")
-        gaps = requests.schema.field(place)
-        tables["requests"] = requests.set_column(place, gaps, pa.nulls(len(requests), gaps.type))
+        nothing = pa.nulls(len(requests), requests.schema.field("itl_ns").type)
+        tables["requests"] = with_columns(requests, {"itl_ns": nothing})
     before = sum(path.stat().st_size for path in directory.iterdir())
     kept = {name: rows for name, rows in manifest.rows.items() if name not in tables}
     smaller = msgspec.structs.replace(

@@ -21,8 +21,8 @@ from ebbench.devices.base import StepShape
 from ebbench.simulation.kv import KvBlocks
 from ebbench.simulation.scheduler import Scheduler
 from ebbench.simulation.state import Ints, RequestState, token_slots
-from ebbench.simulation.step import NO_ROWS, SchedulerLimits, Step, Verified
-from ebbench.spec.server import Speculative
+from ebbench.simulation.step import NO_ROWS, Step, Verified
+from ebbench.spec.server import EngineOptions, Speculative
 
 _STREAM = 0xD4AF  # of random numbers, apart from those of plans
 
@@ -101,7 +101,7 @@ class DraftingScheduler(Scheduler):
     """
 
     def __init__(
-        self, state: RequestState, limits: SchedulerLimits, kv: KvBlocks, drafting: Drafting,
+        self, state: RequestState, limits: EngineOptions, kv: KvBlocks, drafting: Drafting,
         *, keep_finished: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(state, limits, kv, keep_finished=keep_finished)
@@ -276,10 +276,4 @@ class DraftingScheduler(Scheduler):
             self._known[fresh] = self._existing(fresh)
             state.target[fresh] = self._known[fresh] + step.next_drafts
         finished = state.next_slot.take(rows) == state.end_slot.take(rows)
-        if not np.count_nonzero(finished):
-            return []
-        ended: list[int] = rows[finished].tolist()
-        for row in ended:
-            self._finish(row, step.end_ns)
-        self.running = self.running[~state.done.take(self.running)]
-        return ended
+        return self._finish(rows[finished].tolist(), step.end_ns) if np.count_nonzero(finished) else []

@@ -18,15 +18,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from ebbench.devices.base import CostModel, PassCost, StepShape
-from ebbench.simulation.kv import CountedKv
-from ebbench.simulation.scheduler import Scheduler, admissible, prompt_tokens
+from ebbench.simulation.kv import CountingKv
+from ebbench.simulation.scheduler import Scheduler, SchedulerListener, admissible, prompt_tokens
 from ebbench.simulation.state import TURNAROUND_NS, UNSET, Ints
-from ebbench.simulation.step import NO_ROWS, NS_PER_S, Step, StepSink
+from ebbench.simulation.step import NO_ROWS, NS_PER_S, FigureLog, Step, StepLog
 from vllm_eb.controller import Controller
 from vllm_eb.strategy import Decision, View
 
@@ -36,67 +35,44 @@ from vllm_eb.strategy import Decision, View
 # be in the step are set aside. The scheduler (`ebbench.simulation.scheduler`) makes the step.
 
 
-class Gate(Protocol):
-    """Decides which requests of its scheduler a step holds."""
-
-    @property
-    def mode(self) -> str:
-        """The current mode, for the progress line."""
-        ...
-
-    def fill(self, step: Step) -> None:
-        """Fill ``step``; it stays empty if nothing can be scheduled."""
-        ...
-
-    @property
-    def asks_each_step(self) -> bool:
-        """Whether :meth:`admits_decode` must be called before every step; if not, :meth:`may_coast` is sufficient."""
-        ...
-
-    def may_coast(self) -> bool:
-        """Whether the next steps may be decode steps of exactly the running requests."""
-        ...
-
-    def admits_decode(self, step: Step) -> bool:
-        """Whether ``step`` is to hold exactly the running requests, all of them in decode."""
-        ...
-
-
-def gate_for(scheduler: Scheduler, controller: Controller | None) -> Gate:
-    """The gate of a policy; ``controller`` None is vLLM's own scheduling."""
-    return OpenGate(scheduler) if controller is None else PolicyGate(scheduler, controller)
-
-
 class OpenGate:
-    """vLLM's own scheduling: a step holds whatever fits."""
+    """Decides which requests of its scheduler a step holds: by vLLM's own scheduling, whatever fits.
 
-    mode = "mb"
+    ``asks_each_step``: :meth:`admits_decode` must be called before every step; if not, :meth:`may_coast` is sufficient.
+    """
+
     asks_each_step = False  # while only decodes run, free blocks and slots only decrease
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._limit = scheduler.limits.max_num_seqs
+        self._limit = scheduler.limits.running_limit
+
+    @property
+    def mode(self) -> str:
+        """The current mode, for the progress line."""
+        return "mb"
 
     def fill(self, step: Step) -> None:
-        """See Gate."""
+        """Fill ``step``; it stays empty if nothing can be scheduled."""
         self._scheduler.fill(step, self._scheduler.running, admit=True, running_limit=self._limit)
 
     def may_coast(self) -> bool:
-        """See Gate: True unless a waiting request could join."""
+        """Whether the next steps may be decode steps of exactly the running requests: no waiting one could join."""
         return not admissible(self._scheduler, self._limit)
 
     def admits_decode(self, step: Step) -> bool:
-        """See Gate: always."""
+        """Whether ``step`` is to hold exactly the running requests, all of them in decode."""
         return True
 
 
-class PolicyGate:
+class PolicyGate(OpenGate, SchedulerListener):
     """Asks a controller what each step may hold, and reports admissions and completions to it."""
 
     asks_each_step = True
 
     def __init__(self, scheduler: Scheduler, controller: Controller) -> None:
-        self._scheduler, self._controller = scheduler, controller
+        super().__init__(scheduler)
+        self._controller = controller
         self._preempted = 0  # in the last scheduling step
         self._decided: Decision | None = None  # the decision for the next step, if already made
         scheduler.listeners.append(self)
@@ -106,11 +82,11 @@ class PolicyGate:
 
     @property
     def mode(self) -> str:
-        """See Gate."""
+        """See OpenGate."""
         return self._controller.mode
 
     def fill(self, step: Step) -> None:
-        """See Gate."""
+        """See OpenGate."""
         prefilling = self._scheduler.prefilling
         view = self._view(step)
         decision = self._decided or self._controller.decide(view)
@@ -139,11 +115,11 @@ class PolicyGate:
         )
 
     def may_coast(self) -> bool:
-        """See Gate: True unless the policy orders the queue in every step."""
+        """See OpenGate: True unless the policy orders the queue in every step."""
         return not self._controller.orders_queue
 
     def admits_decode(self, step: Step) -> bool:
-        """See Gate. Another decision is kept for :meth:`fill`, which is called next, at the same time."""
+        """See OpenGate. Another decision is kept for :meth:`fill`, which is called next, at the same time."""
         decision = self._decided or self._controller.decide(self._view(step, coasting=True))
         if (
             decision.phase == "prefill"
@@ -217,7 +193,7 @@ class Coasting:
     are known to fail for that are left out. Results do not depend on it.
     """
 
-    def __init__(self, scheduler: Scheduler, kv: CountedKv, gate: Gate, run_step: RunStep) -> None:
+    def __init__(self, scheduler: Scheduler, kv: CountingKv, gate: OpenGate, run_step: RunStep) -> None:
         self._scheduler, self._kv, self._gate, self._run_step = scheduler, kv, gate, run_step
         self._ending = False  # at the next attempt a running request has its last token in flight
 
@@ -286,12 +262,12 @@ class Unit:
 
     index: int
     scheduler: Scheduler
-    gate: Gate
+    gate: OpenGate
 
     @staticmethod
     def of(index: int, scheduler: Scheduler, controller: Controller | None) -> Unit:
         """A unit with the policy of ``controller``; None is vLLM's own scheduling."""
-        return Unit(index, scheduler, gate_for(scheduler, controller))
+        return Unit(index, scheduler, OpenGate(scheduler) if controller is None else PolicyGate(scheduler, controller))
 
 
 class StepTimer:
@@ -324,11 +300,11 @@ OnPass = Callable[[int, int], None]
 class EngineLoop:
     """One engine instance: its units, the device that times their steps, and the steps in flight."""
 
-    def __init__(self, units: Sequence[Unit], cost: CostModel, sink: StepSink) -> None:
+    def __init__(self, units: Sequence[Unit], cost: CostModel, log: StepLog | FigureLog) -> None:
         """``cost``: cost model of one unit; a PassCost also knows the duration of a pass of several units."""
         self.units = units
         self.on_pass: OnPass | None = None
-        self._cost, self._sink = cost, sink
+        self._cost, self._log = cost, log
         self._alone = units[0] if len(units) == 1 else None
         self._first, self._scheduler = units[0].index, units[0].scheduler
         self._coasting: Coasting | None = None
@@ -445,17 +421,17 @@ class EngineLoop:
 
     def _run_alone(self, step: Step, shape: StepShape) -> None:
         """Time a step of the only unit and record it. It inlines :meth:`_record`, since it is called for every step."""
-        scheduler, sink = self._scheduler, self._sink
+        scheduler = self._scheduler
         step.start_ns, step.end_ns = self._timer.run(step.scheduled_ns, self._cost.step_s(shape))
         step.kv_blocks_used = scheduler.kv.total - scheduler.kv.free
         step.waiting, step.running = len(scheduler.waiting), len(scheduler.running)
-        sink.step(self._first, step)
+        self._log.step(self._first, step)
 
     def _record(self, unit: Unit, step: Step) -> None:
         scheduler = unit.scheduler
         step.kv_blocks_used = scheduler.kv.total - scheduler.kv.free
         step.waiting, step.running = len(scheduler.waiting), len(scheduler.running)
-        self._sink.step(unit.index, step)
+        self._log.step(unit.index, step)
 
     def _deliver(self, ended_pass: Pass) -> list[int]:
         """Deliver the tokens of a pass; returns the rows that ended, by unit and in scheduling order."""

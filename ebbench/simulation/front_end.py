@@ -11,8 +11,7 @@ time.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -23,8 +22,7 @@ from ebbench.config.declare import MOST_SECONDS
 from ebbench.devices.profiles import DATA, DeviceProfile
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml
-from ebbench.simulation.releases import Releases
-from ebbench.simulation.state import UNSET, Failure, Ints, RequestState
+from ebbench.simulation.state import UNSET, Ints, RequestState
 from ebbench.spec.server import AUTO, DEFAULT_CLASS, OFF, EngineOptions
 
 # Costs, by class of machine: a file each.
@@ -122,79 +120,6 @@ def _way(latency_ms: float | None, machine: str) -> WayCosts:
     way = find_api_server(machine or DEFAULT_CLASS).front_end
     assert way is not None  # every bundled class has one
     return way if latency_ms is None else msgspec.structs.replace(way, latency_us=latency_ms * 1e3)
-
-
-# Limits on open requests in vLLM's API server (0.32): it refuses further ones with HTTP 503.
-#
-# The rules are those of `AsyncLLM.check_admission`, asked when a request comes to the API server:
-#
-# - `max_num_queued_reqs`: refused if that many requests are open, waiting or running;
-# - `max_num_queued_tokens`: refused if the open requests without a first token have that many prompt tokens. Each
-#   counts in full: the API server does not learn how much of a prompt is computed or cached.
-
-Stamp = Callable[[Sequence[int], int], None]
-"""Records that requests (rows) are sent at a time (ns)."""
-
-
-class QueueLimits:
-    """Open requests of one API server. ``refused``: failures by row; ``never_sent``: later turns of their sessions."""
-
-    def __init__(self, state: RequestState, max_reqs: int | None, max_tokens: int | None) -> None:
-        self.refused: dict[int, Failure] = {}
-        self.never_sent: list[int] = []
-        self._state, self._max_reqs, self._max_tokens = state, max_reqs, max_tokens
-        self._open = 0
-        self._prefilling: dict[int, int] = {}  # prompt tokens of open requests without a first token, by row
-
-    def admits(self, row: int, now_ns: int) -> bool:
-        """Whether a request that comes now is accepted; it is then open."""
-        if self._max_reqs is not None and self._open + 1 > self._max_reqs:
-            return False
-        if self._max_tokens is not None and self._queued_tokens(now_ns) >= self._max_tokens:
-            return False
-        self._open += 1
-        self._prefilling[row] = int(self._state.prompt[row])
-        return True
-
-    def _queued_tokens(self, now_ns: int) -> int:
-        times = self._state.token_ns if self._state.client_ns is None else self._state.client_ns
-        first_slot = self._state.first_slot
-        for row in [row for row in self._prefilling if UNSET < times[first_slot[row]] <= now_ns]:
-            del self._prefilling[row]
-        return sum(self._prefilling.values())
-
-    def ended(self, row: int) -> None:
-        """An accepted request has ended."""
-        self._open -= 1
-        self._prefilling.pop(row, None)
-
-    def accept(self, rows: Sequence[int], now_ns: int, releases: Releases, stamp: Stamp) -> tuple[list[int], int]:
-        """Accept or refuse requests that arrive now, and those sent in place of refused ones, after calling ``stamp``.
-
-        Returns the accepted rows, and how many requests have ended: refused ones, and later turns of their
-        sessions.
-        """
-        accepted: list[int] = []
-        ended = 0
-        coming = deque(rows)
-        stamp(rows, now_ns)
-        while coming:
-            row = coming.popleft()
-            if self.admits(row, now_ns):
-                accepted.append(row)
-                continue
-            later, released = releases.failed(row)
-            self._record_refused(row, now_ns, later)
-            ended += 1 + len(later)
-            stamp(released, now_ns)
-            coming += released
-        return accepted, ended
-
-    def _record_refused(self, row: int, now_ns: int, later: list[int]) -> None:
-        message = "vLLM's queue limits (--max-num-queued-reqs, --max-num-queued-tokens) refused it"
-        self.refused[row] = ("http_503", message, 503)
-        self.never_sent += later
-        self._state.end_ns[row] = now_ns
 
 
 class FrontEnd:

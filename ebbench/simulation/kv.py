@@ -4,8 +4,8 @@
 content, references and position in the eviction queue; ``StatesKv`` does so where layers keep a state. ``StreamKv``
 tracks how many blocks of each request or session are cached.
 
-All allocate blocks to requests (``KvBlocks``). Those that count also take blocks without an owner (``CountedKv``),
-which makes long decodes fast to simulate.
+All allocate blocks to requests (``KvBlocks``). Those that count also take blocks without an owner, which makes long
+decodes fast to simulate.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -28,76 +27,52 @@ class IdentityNeeded(Exception):  # noqa: N818 - control flow, not an error
     """Counting is no longer exact: a preempted request may find its own blocks in the cache."""
 
 
-class KvBlocks(Protocol):
-    """A KV manager as the scheduler uses it. ``free`` includes cached blocks that no request uses."""
+class KvBlocks:
+    """A KV manager as the scheduler uses it; by default no cached block is ever found.
 
-    free: int
-    total: int
+    ``free`` includes cached blocks that no request uses.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = self.free = total
 
     def lookup(self, row: int, known_tokens: int) -> Sequence[int]:
         """Cached blocks of the longest prefix of the request; at least its last token remains to be computed."""
-        ...
+        return ()
 
     def evictable(self, hits: Sequence[int]) -> int:
         """How many of ``hits`` count as free now and would no longer do so."""
-        ...
-
-    def adopt(self, row: int, hits: Sequence[int]) -> None:
-        """Reference the hit blocks for a request that is being admitted."""
-        ...
-
-    def allocate(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
-        """Give each row its number of new blocks, in order. The caller has checked that they are free."""
-        ...
-
-    def publish(self, row: int, tokens: int) -> None:
-        """Make the full blocks among the first ``tokens`` tokens available to prefix lookups."""
-        ...
-
-    def release(self, row: int, known_tokens: int) -> None:
-        """Free all blocks of a request, of which the content of ``known_tokens`` tokens is known."""
-        ...
-
-
-@runtime_checkable
-class CountedKv(KvBlocks, Protocol):
-    """A KV manager that can take blocks without an owner."""
-
-    def take(self, count: int) -> None:
-        """Take ``count`` blocks. The caller has checked that they are free."""
-        ...
-
-
-class CountingKv:
-    """Counts blocks. With prefix caching, a release before the end of a request raises IdentityNeeded."""
-
-    def __init__(self, state: RequestState, total: int, *, caching: bool) -> None:
-        self.total = self.free = total
-        self._held = state.held_blocks
-        self._done = state.done
-        self._caching = caching
-
-    def lookup(self, row: int, known_tokens: int) -> list[int]:
-        """Always empty: no two requests of the plan share content."""
-        return []
-
-    def evictable(self, hits: Sequence[int]) -> int:
-        """Always 0."""
         return 0
 
     def adopt(self, row: int, hits: Sequence[int]) -> None:
-        """Do nothing."""
+        """Reference the hit blocks for a request that is being admitted."""
 
     def allocate(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
-        """Subtract the blocks from the free count."""
+        """Give each row its number of new blocks, in order. The caller has checked that they are free."""
+        raise NotImplementedError
+
+    def publish(self, row: int, tokens: int) -> None:
+        """Make the full blocks among the first ``tokens`` tokens available to prefix lookups."""
+
+    def release(self, row: int, known_tokens: int) -> None:
+        """Free all blocks of a request, of which the content of ``known_tokens`` tokens is known."""
+        raise NotImplementedError
+
+
+class CountingKv(KvBlocks):
+    """Counts blocks. With prefix caching, a release before the end of a request raises IdentityNeeded."""
+
+    def __init__(self, state: RequestState, total: int, *, caching: bool) -> None:
+        super().__init__(total)
+        self._held, self._done, self._caching = state.held_blocks, state.done, caching
+
+    def allocate(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
+        """See KvBlocks."""
         self.take(sum(blocks))
 
     def take(self, count: int) -> None:
-        """Subtract the blocks from the free count."""
+        """Take ``count`` blocks without an owner. The caller has checked that they are free."""
         self.free -= count
-
-    def publish(self, row: int, tokens: int) -> None:
-        """Do nothing: there are no prefix lookups."""
 
     def release(self, row: int, known_tokens: int) -> None:
         """Add the blocks to the free count."""
@@ -122,7 +97,7 @@ class LaidOutKv(CountingKv):
         self._taken = 0  # blocks from the head of the free queue so far
 
     def take(self, count: int) -> None:
-        """See CountedKv; a negative count gives blocks back that have left a window."""
+        """See CountingKv; a negative count gives blocks back that have left a window."""
         self.free -= count
         self._taken += max(count, 0)
 
@@ -165,7 +140,7 @@ class _Kept:
     blocks: int
 
 
-class CachingKv:
+class CachingKv(KvBlocks):
     """Tracks blocks individually: hash to block, references, and a free queue in eviction order.
 
     Rules of vLLM 0.32 (block_pool.py): new blocks come from the head of the free queue and lose their cached content; a
@@ -177,7 +152,7 @@ class CachingKv:
     """
 
     def __init__(self, state: RequestState, total: int, block_size: int) -> None:
-        self.total = self.free = total
+        super().__init__(total)
         self._state, self._block_size = state, block_size
         self._queue = deque(range(total))
         self._left: dict[int, int] = {}
@@ -537,8 +512,6 @@ class StatesKv(CachingKv):
 # which evictions shorten from its end, and counts are equivalent to the block identities of
 # `ebbench.simulation.kv.CachingKv`; tests compare the two.
 
-NO_HITS = range(0)
-
 
 class CachedRun:
     """Cached blocks 0 to ``blocks`` of one content stream, all free. 0: taken again, or evicted."""
@@ -549,23 +522,23 @@ class CachedRun:
         self.blocks = blocks
 
 
-class StreamKv:
+class StreamKv(CountingKv):
     """Counts free blocks and the cached blocks per content stream. Raises IdentityNeeded if that is not exact."""
 
     def __init__(self, state: RequestState, total: int, block_size: int) -> None:
-        self.total = self.free = total
-        self._held, self._done, self._block_size = state.held_blocks, state.done, block_size
+        super().__init__(state, total, caching=True)
+        self._block_size = block_size
         self._content, self._last_of_content = state.content, state.last_of_content
         self._blank = total  # free blocks without cached content, which are taken first
         self._queue: deque[CachedRun] = deque()  # in eviction order; a run is evicted from its end
         self._unused: CachedRun | None = None  # the queue's last run, if no request will look its blocks up
         self._cached: dict[int, CachedRun] = {}
 
-    def lookup(self, row: int, known_tokens: int) -> range:
+    def lookup(self, row: int, known_tokens: int) -> Sequence[int]:
         """See KvBlocks; blocks are numbered within their stream."""
         run = self._cached.get(self._content[row]) if self._cached else None
         if run is None:
-            return NO_HITS
+            return ()
         if run.blocks > (known_tokens - 1) // self._block_size:
             raise IdentityNeeded  # the last of them would remain cached and be computed again
         return range(run.blocks)
@@ -580,12 +553,8 @@ class StreamKv:
             self._cached.pop(self._content[row]).blocks = 0
             self.free -= len(hits)
 
-    def allocate(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
-        """See KvBlocks."""
-        self.take(sum(blocks))
-
     def take(self, count: int) -> None:
-        """See CountedKv."""
+        """See CountingKv."""
         self.free -= count
         if count <= self._blank:
             self._blank -= count
@@ -601,9 +570,6 @@ class StreamKv:
             count -= run.blocks
             run.blocks = 0
             queue.popleft()
-
-    def publish(self, row: int, tokens: int) -> None:
-        """Do nothing: the blocks cannot be looked up before they are released."""
 
     def release(self, row: int, known_tokens: int) -> None:
         """See KvBlocks."""

@@ -9,40 +9,34 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ebbench.records import CHUNK_TOKENS
 from ebbench.records.plan import Plan, block_tokens
-from ebbench.records.warnings import RunWarning, warning
-from ebbench.simulation.engine import EngineLoop, OnPass, Unit
-from ebbench.simulation.front_end import FrontEnd, QueueLimits
-from ebbench.simulation.releases import Releases
-from ebbench.simulation.scheduler import HangUps
+from ebbench.records.warnings import RunWarning
+from ebbench.simulation.engine import EngineLoop, Unit
+from ebbench.simulation.front_end import FrontEnd
+from ebbench.simulation.releases import AtTime, Clients
 from ebbench.simulation.state import (
-    ARRIVAL,
     BACK,
     DELIVERY,
     DEPARTURE,
     ENTRY,
-    FOLLOW,
     FRONT,
-    HANG_UP,
     NEVER_NS,
     NOTICE,
     PASS,
-    RESUME,
     SIGNAL,
     TIMER,
-    TRANSFER,
-    TURNAROUND_NS,
     UNSET,
     WAKE,
-    Failure,
     RequestState,
     StoreFullError,
 )
+from ebbench.spec.server import EngineOptions
 
 if TYPE_CHECKING:
     from ebbench.dispatch import Dispatcher, DispatchRequest, EndForward, Order
@@ -130,165 +124,7 @@ def _blocks(content: int, count: int) -> Iterator[int]:
     return (hash((content, block)) for block in range(count))
 
 
-class PassSignals:
-    """Follows the passes of all engines whose dispatcher wants signals; a signal takes ``network_ns`` to arrive."""
-
-    def __init__(self, loop: EventLoop, network_ns: int) -> None:
-        self._loop, self._network_ns = loop, network_ns
-        for index, stage in enumerate(loop.stages):
-            if stage.dispatcher is not None and stage.dispatcher.wants_signals:
-                for place, engine in enumerate(stage.engines):
-                    engine.on_pass = self._follower(index, place)
-
-    def _follower(self, index: int, engine: int) -> OnPass:
-        def on_pass(start_ns: int, end_ns: int) -> None:
-            self._loop.push(end_ns, PASS, (index, engine, end_ns - start_ns))
-
-        return on_pass
-
-    def pass_ended(self, subject: tuple[int, int, int]) -> None:
-        """A pass has ended: its engine sends the signal."""
-        index, engine, duration_ns = subject
-        signal = self._loop.stages[index].report(engine, duration_ns)
-        if self._network_ns:
-            self._loop.push(self._loop.now_ns + self._network_ns, SIGNAL, (index, signal))
-        else:
-            self.arrived((index, signal))
-
-    def arrived(self, subject: tuple[int, EndForward]) -> None:
-        """A signal has reached its dispatcher, which may dispatch now."""
-        index, signal = subject
-        dispatcher = self._loop.stages[index].dispatcher
-        assert dispatcher is not None
-        dispatcher.end_forward(signal, self._loop.now_ns)
-        self._loop.poll(index)
-
-
-GIB = 2**30
-
-
-class DecodePool:
-    """Places prompts on decode units, sends their KV and lets them enter when it has arrived.
-
-    ``unit_of``: decode unit of each request from the order of the decode dispatcher until it has ended for its client.
-    A computed prompt keeps its KV on the prefill unit until the dispatcher has placed it.
-    """
-
-    def __init__(self, loop: EventLoop, handover: Handover) -> None:
-        self.unit_of: dict[int, int] = {}
-        self._loop, self._handover = loop, handover
-        self._unplaced: set[int] = set()  # computed, without a unit yet
-        self._placed: list[int] = []  # with a unit since the last poll, in the order of the dispatcher
-        self._entry_ns: dict[int, int] = {}  # when the decode unit's front end is done with a request
-        handover.start = self._started
-
-    def hand_over(self, rows: list[int]) -> None:
-        """Give the prompts computed in one pass to the dispatcher together."""
-        loop, handover = self._loop, self._handover
-        assert loop.back is not None
-        assert loop.back.dispatcher is not None
-        over = [row for row in rows if handover.prefilled(row, int(loop.unit_of[row]), loop.now_ns)]
-        for row in over:
-            self._unplaced.add(row)
-            loop.back.dispatcher.arrive(loop.back.dispatch_request(row), loop.now_ns)
-        loop.poll(BACK)
-        if len(over) < len(rows):  # a single token was requested: there is nothing to decode
-            decoding = set(over)
-            loop.gone([row for row in rows if row not in decoding])
-
-    def place(self, row: int, unit: int) -> None:
-        """The dispatcher chose a unit."""
-        self.unit_of[row] = unit
-        self._unplaced.remove(row)
-        self._placed.append(row)
-
-    def send_placed(self) -> None:
-        """Send the KV of the prompts that the last poll placed."""
-        loop = self._loop
-        assert loop.back is not None
-        placed, self._placed = self._placed, []
-        for row in placed:
-            target = self.unit_of[row]
-            self._entry_ns[row] = loop.back.enter(row, target, loop.now_ns)
-            self._start_all(self._handover.send(row, int(loop.unit_of[row]), target, loop.now_ns))
-
-    def _start_all(self, transfers: list[Transfer]) -> None:
-        for transfer in transfers:
-            self._started(transfer)
-
-    def _started(self, transfer: Transfer) -> None:
-        self._loop.push(transfer.end_ns, TRANSFER, transfer)
-
-    def arrived(self, transfer: Transfer) -> None:
-        """The KV of a request has arrived: its blocks on the prefill unit are free, and it enters the decode unit."""
-        loop = self._loop
-        self._start_all(self._handover.arrived(transfer, loop.now_ns))
-        loop.wake_if_idle(FRONT, loop.front.engine_of_unit[transfer.source])
-        loop.enter_at(self._entry_ns.pop(transfer.row, 0), BACK, transfer.target, transfer.row)
-
-    def decoded(self, rows: list[int]) -> None:
-        """Decoding has ended: the KV that was received for it is given up."""
-        for row in rows:
-            self._start_all(self._handover.finished(row, self._loop.now_ns))
-
-    def departed(self, rows: list[int]) -> None:
-        """Requests have ended for their clients."""
-        for row in rows:
-            del self.unit_of[row]
-
-    def hang_up(self, row: int) -> bool:
-        """The client of a request hung up. Returns False, without any change, if its prompt was not handed over.
-
-        Its KV is freed on both sides. A transfer that has begun goes on to its end, since a connector cannot stop it.
-        """
-        loop = self._loop
-        source = int(loop.unit_of[row])
-        if row in self._unplaced:
-            assert loop.back is not None
-            assert loop.back.dispatcher is not None
-            self._unplaced.remove(row)
-            loop.back.dispatcher.withdraw(row)
-            self._handover.discard(row, source)
-            loop.wake_if_idle(FRONT, loop.front.engine_of_unit[source])
-            return True
-        if row not in self.unit_of:
-            return False
-        self._entry_ns.pop(row, None)
-        self._start_all(self._handover.withdraw(row, source, loop.now_ns))
-        loop.wake_if_idle(FRONT, loop.front.engine_of_unit[source])
-        loop.withdraw(BACK, row, self.unit_of.pop(row))
-        loop.poll(BACK)
-        return True
-
-    def died(self, full: StoreFullError) -> None:
-        """A decode unit ran out of memory: its requests are lost and the run ends."""
-        loop = self._loop
-        loop.outcome.dead = warning(
-            "decode-out-of-memory", unit=full.unit, at_s=loop.now_ns / 1e9, held_gib=full.held_bytes / GIB,
-            size_gib=full.size_bytes / GIB, capacity_gib=full.capacity_bytes / GIB,
-        )  # fmt: skip
-        for row in self._handover.on_target(full.unit):
-            loop.outcome.failed[row] = ("out_of_memory", str(loop.outcome.dead), None)
-            loop.last.state.end_ns[row] = loop.now_ns
-
-
-AtTime = Callable[[int], None]
-"""Called with the time of the clock, in ns."""
-
-
-@dataclass
-class LoopOutcome:
-    """Results that the tables do not show.
-
-    ``failed``: row to (class, message, HTTP status). ``never_sent``: rows that wait for a refused one.
-    """
-
-    failed: dict[int, Failure] = field(default_factory=dict)
-    never_sent: list[int] = field(default_factory=list)
-    dead: RunWarning | None = None  # why the run ended early
-
-
-class EventLoop:
+class EventLoop(Clients):
     """Runs a plan on a front stage and, if prefill and decode are separate, a back stage."""
 
     def __init__(
@@ -299,45 +135,39 @@ class EventLoop:
         handover: Handover | None = None,
         *,
         network_ns: int = 0,
-        warmup: int = 0,
+        options: EngineOptions | None = None,
         begin: AtTime | None = None,
-        queue_limits: QueueLimits | None = None,
     ) -> None:
-        """``warmup``: number of requests before the plan; ``begin`` is called when they have ended, before the plan
-        starts. ``queue_limits`` of the only front end."""
+        """``options``, ``begin``: see Clients."""
         self.front, self.back, self.handover = front, back, handover
         self.stages = [front] if back is None else [front, back]
+        super().__init__(plan, [stage.state for stage in self.stages], options, begin)
         self.last = self.stages[-1]
         self.tick: AtTime | None = None  # called after every event
-        self.dispatched_ns = np.full(len(plan) + warmup, UNSET, np.int64)
-        self.unit_of = np.full(len(plan) + warmup, UNSET, np.int64)
-        self.now_ns = 0
-        self.ended = 0  # including warm-up requests, and requests that are never sent
-        self.outcome = LoopOutcome()
-        self._plan, self._begin, self._warming = plan, begin, warmup > 0
-        self._network_ns, self._queue_limits = network_ns, queue_limits
-        self._releases = Releases(plan, warmup)
-        self.hang_ups = HangUps(plan)
+        self.dispatched_ns = np.full(front.state.count, UNSET, np.int64)
+        self.unit_of = np.full(front.state.count, UNSET, np.int64)
+        self.dead: RunWarning | None = None  # why the run ended early
+        self._network_ns = network_ns
         # Requests that have reached their unit, by stage; kept if clients may hang up.
         self._inside: list[set[int]] = [set() for _ in self.stages]
-        # Times at which a request may arrive at an engine, and times at which engines continue by themselves.
-        self._events: list[tuple[int, int, int, Any]] = []
+        # Times at which engines continue by themselves; at those of the other events a request may arrive at one.
         self._wakes: list[tuple[int, int, int, Any]] = []
-        self._sequence = 0
-        self._decode_pool = None if handover is None else DecodePool(self, handover)
-        self._signals = PassSignals(self, network_ns)
+        if handover is not None:
+            handover.loop = self
+        for index, stage in enumerate(self.stages):
+            if stage.dispatcher is not None and stage.dispatcher.wants_signals:
+                for place, engine in enumerate(stage.engines):
+                    engine.on_pass = partial(self._on_pass, index, place)
 
     def run(self) -> None:
         """Run to the end, or until a decode unit runs out of memory. A KeyboardInterrupt leaves a consistent state."""
-        handlers: tuple[Callable[[Any], None], ...] = (
+        handlers: tuple[Callable[[Any], object], ...] = (
             self._arrival, self._resume, self._follow, self._delivery, self._entry, self._transferred, self._departure,
-            self._signals.pass_ended, self._signals.arrived, self._notice, self._timer, self._wake, self._hang_up,
+            self._pass_ended, self._signal_arrived, self._notice, self._timer, self._wake, self._hang_up,
         )  # fmt: skip
         events, wakes, pop = self._events, self._wakes, heapq.heappop
         try:
-            if not self._warming:
-                self._schedule_arrivals()
-            self._release(self._releases.start())
+            self._start()
             while events or wakes:
                 heap = wakes if not events or (wakes and wakes[0] < events[0]) else events
                 self.now_ns, kind, _, subject = pop(heap)
@@ -345,68 +175,13 @@ class EventLoop:
                 if self.tick is not None:
                     self.tick(self.now_ns)
         except StoreFullError as full:
-            assert self._decode_pool is not None
-            self._decode_pool.died(full)
+            assert self.handover is not None
+            self.handover.died(full)
 
-    # Arrivals and completions of requests.
+    # Requests between clients, dispatchers and engines.
 
-    def _schedule_arrivals(self) -> None:
-        if self._plan.closed_loop:
-            return
-        arrivals = np.asarray(self._plan.table["arrival_ns"].fill_null(0))
-        for row in self._releases.first_rows:
-            self.push(self.now_ns + int(arrivals[row]), ARRIVAL, row)
-
-    def _count_ended(self, requests: int) -> None:
-        self.ended += requests
-        if self._warming and self._releases.begun:
-            self._end_warmup()
-
-    def _end_warmup(self) -> None:
-        self._warming = False
-        if self._begin is not None:
-            self._begin(self.now_ns)
-        self._schedule_arrivals()
-
-    def _arrival(self, row: int) -> None:
-        self.front.state.intended_ns[row] = self.last.state.intended_ns[row] = self.now_ns
-        self._release(self._releases.arrived(row))
-
-    def _release(self, rows: list[int]) -> None:
-        """Send requests when they have paused."""
-        self._submit(self._pause(rows))
-
-    def _pause(self, rows: list[int]) -> list[int]:
-        """Let requests pause; returns those that do not."""
-        at_once = []
-        for row in rows:
-            if pause_ns := self._releases.pause_ns(row):
-                self.push(self.now_ns + pause_ns, RESUME, row)
-            else:
-                at_once.append(row)
-        return at_once
-
-    def _resume(self, row: int) -> None:
-        self._submit([row])
-
-    def _follow(self, rows: list[int]) -> None:
-        for stage in self.stages:
-            stage.state.intend(rows, self.now_ns - TURNAROUND_NS)
-        self._submit(rows)
-
-    def _submit(self, rows: list[int]) -> None:
-        """Send requests to the front dispatcher, or to the only unit."""
-        if not rows:
-            return
-        if self._queue_limits is None:
-            self._stamp(rows, self.now_ns)
-        else:
-            rows, ended = self._queue_limits.accept(rows, self.now_ns, self._releases, self._stamp)
-            self._count_ended(ended)
-        if self.hang_ups.any:
-            for row in rows:
-                if (patience_ns := self.hang_ups.sent(row)) is not None:
-                    self.push(self.now_ns + patience_ns, HANG_UP, row)
+    def _bring(self, rows: list[int]) -> None:
+        """See Clients: to the front dispatcher, or to the only unit."""
         dispatcher = self.front.dispatcher
         if dispatcher is None:
             self._deliver(FRONT, 0, rows)
@@ -415,13 +190,6 @@ class EventLoop:
             dispatcher.arrive(self.front.dispatch_request(row), self.now_ns)
         self.poll(FRONT)
 
-    def _stamp(self, rows: Sequence[int], now_ns: int) -> None:
-        """Note that requests are sent now."""
-        for stage in self.stages:
-            stage.state.intend(rows, now_ns)
-            for row in rows:
-                stage.state.sent_ns[row] = now_ns
-
     def poll(self, index: int) -> None:
         """Carry out the orders of a dispatcher, and store when it wants to be polled again."""
         stage = self.stages[index]
@@ -429,8 +197,8 @@ class EventLoop:
             return
         for order in stage.dispatcher.poll(self.now_ns):
             self._follow_order(index, order)
-        if index == BACK and self._decode_pool is not None:
-            self._decode_pool.send_placed()
+        if index == BACK and self.handover is not None:
+            self.handover.send_placed()
         next_ns = stage.dispatcher.next_ns(self.now_ns)
         if next_ns is not None and (stage.timer_ns is None or next_ns < stage.timer_ns):
             stage.timer_ns = next_ns
@@ -447,8 +215,8 @@ class EventLoop:
         if unit is None:
             self._refused(row)
         elif index == BACK:
-            assert self._decode_pool is not None
-            self._decode_pool.place(row, unit)
+            assert self.handover is not None
+            self.handover.place(row, unit)
         else:
             self.dispatched_ns[row], self.unit_of[row] = self.now_ns, unit
             if self._network_ns:
@@ -489,44 +257,22 @@ class EventLoop:
         self.wake_if_idle(index, stage.engine_of_unit[unit])
 
     def _refused(self, row: int) -> None:
-        """The dispatcher refuses a request. Its client sends nothing that waits for it, as the load generator does."""
+        """The dispatcher refuses a request."""
         self.hang_ups.ended([row])
-        self.outcome.failed[row] = ("http_429", "flow control: waited too many dispatch cycles", 429)
-        self.last.state.end_ns[row] = self.now_ns
-        lost, released = self._releases.failed(row)
-        self.outcome.never_sent += lost
-        self._count_ended(1 + len(lost))
-        self._release(released)
+        self.failed[row] = ("http_429", "flow control: waited too many dispatch cycles", 429)
+        self._release(self._lose(row, self.never_sent))
 
-    def gone(self, rows: list[int]) -> None:
-        """Requests have ended for their clients: send those that their ends release."""
-        if self.hang_ups.any:
-            self.hang_ups.ended(rows)
-        if self._queue_limits is not None:
-            for row in rows:
-                self._queue_limits.ended(row)
-        warming = self._warming
-        released = self._releases.all_ended(rows)
-        self._count_ended(len(rows))
-        if warming and not self._warming:  # the plan's first requests, at its time zero
-            self._release(released)
-        elif following := self._pause(released):
-            self.push(self.now_ns + TURNAROUND_NS, FOLLOW, following)
+    def _hang_up(self, row: int) -> bool:
+        """See Clients."""
+        hangs_up = super()._hang_up(row)
+        if hangs_up:
+            self.poll(FRONT)
+        return hangs_up
 
-    def _hang_up(self, row: int) -> None:
-        """A client closes its connection: the stage that has the request drops it."""
-        if not self.hang_ups.hangs_up(row):
-            return
-        self.last.state.end_ns[row] = self.now_ns
-        if self._decode_pool is None or not self._decode_pool.hang_up(row):
+    def _withdraw(self, row: int) -> None:
+        """See Clients: the stage that has the request drops it."""
+        if self.handover is None or not self.handover.hang_up(row):
             self.withdraw(FRONT, row, int(self.unit_of[row]))
-        if self._queue_limits is not None:
-            self._queue_limits.ended(row)
-        lost, released = self._releases.failed(row)
-        self.hang_ups.given_up += lost
-        self._count_ended(1 + len(lost))
-        self._release(released)
-        self.poll(FRONT)
 
     def withdraw(self, index: int, row: int, unit: int) -> None:
         """The client of a request hung up: its unit drops it, or the dispatcher where it has no unit yet (UNSET)."""
@@ -568,8 +314,8 @@ class EventLoop:
             again_ns, ended = engine.wake(self.now_ns, self._quiet_until_ns)
             if not ended:
                 break
-            if index == BACK and self._decode_pool is not None:
-                self._decode_pool.decoded(ended)
+            if index == BACK and self.handover is not None:
+                self.handover.decoded(ended)
             self._depart(stage.front_ends[place], index, ended)
         stage.woken[place] = False
         if again_ns is not None:
@@ -597,11 +343,11 @@ class EventLoop:
                 self.push(self.now_ns + self._network_ns, NOTICE, (index, rows))
             else:
                 self._notice((index, rows))
-        if self._decode_pool is not None:
+        if self.handover is not None:
             if index == FRONT:
-                self._decode_pool.hand_over(rows)
+                self.handover.hand_over(rows)
                 return
-            self._decode_pool.departed(rows)
+            self.handover.departed(rows)
         self.gone(rows)
 
     def _notice(self, subject: tuple[int, list[int]]) -> None:
@@ -614,10 +360,27 @@ class EventLoop:
         self.poll(index)
 
     def _transferred(self, transfer: Transfer) -> None:
-        assert self._decode_pool is not None
-        self._decode_pool.arrived(transfer)
+        assert self.handover is not None
+        self.handover.arrived(transfer)
 
-    def push(self, time_ns: int, kind: int, subject: Any) -> None:
-        """Add an event; ``kind``: see :mod:`ebbench.simulation.state`."""
-        self._sequence += 1
-        heapq.heappush(self._events, (time_ns, kind, self._sequence, subject))
+    # Signals: what a dispatcher that wants them is told of the passes of all its engines.
+
+    def _on_pass(self, index: int, engine: int, start_ns: int, end_ns: int) -> None:
+        self.push(end_ns, PASS, (index, engine, end_ns - start_ns))
+
+    def _pass_ended(self, subject: tuple[int, int, int]) -> None:
+        """A pass has ended: its engine sends the signal."""
+        index, engine, duration_ns = subject
+        signal = self.stages[index].report(engine, duration_ns)
+        if self._network_ns:
+            self.push(self.now_ns + self._network_ns, SIGNAL, (index, signal))
+        else:
+            self._signal_arrived((index, signal))
+
+    def _signal_arrived(self, subject: tuple[int, EndForward]) -> None:
+        """A signal has reached its dispatcher, which may dispatch now."""
+        index, signal = subject
+        dispatcher = self.stages[index].dispatcher
+        assert dispatcher is not None
+        dispatcher.end_forward(signal, self.now_ns)
+        self.poll(index)

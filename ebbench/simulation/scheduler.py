@@ -12,20 +12,16 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import numpy as np
-import pyarrow as pa
 
 from ebbench.devices.base import StepShape
-from ebbench.records.plan import Plan, optional_ints
-from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, REQUESTS_EXTRAS
 from ebbench.simulation.front_end import FrontEnd
-from ebbench.simulation.kv import CountedKv, KvBlocks, LaidOutKv, StatesKv
-from ebbench.simulation.releases import Beginning, since_beginning
+from ebbench.simulation.kv import CountingKv, KvBlocks, LaidOutKv, StatesKv
 from ebbench.simulation.state import UNSET, Ints, RequestState
-from ebbench.simulation.step import NO_ROWS, SchedulerLimits, Step
+from ebbench.simulation.step import NO_ROWS, Step
+from ebbench.spec.server import EngineOptions
 
 
 def chunk_limit(scheduler: Scheduler, candidates: int) -> int:
@@ -166,7 +162,7 @@ def prompt_tokens(scheduler: Scheduler, wanted: int) -> int:
     state, block_size = scheduler.state, scheduler.limits.block_size
     partial = scheduler.running[state.partial[scheduler.running]] if scheduler.prefilling else NO_ROWS
     tokens = int((state.target[partial] - state.computed[partial]).sum()) if len(partial) else 0
-    slots, blocks = scheduler.limits.max_num_seqs - len(scheduler.running), scheduler.kv.free
+    slots, blocks = scheduler.limits.running_limit - len(scheduler.running), scheduler.kv.free
     for row in scheduler.waiting:
         if tokens >= wanted or slots <= 0:
             break
@@ -179,135 +175,17 @@ def prompt_tokens(scheduler: Scheduler, wanted: int) -> int:
     return tokens
 
 
-def queued_tokens(scheduler: Scheduler, arrived: Sequence[int]) -> int:
-    """Prompt tokens received and not scheduled, without those whose KV was delivered.
-
-    ``arrived``: rows that have come and are not yet in the waiting queue.
-    """
-    state, delivered = scheduler.state, scheduler.delivered
-    partial = scheduler.running[state.partial[scheduler.running]]
-    queued = int((state.target[partial] - state.computed[partial]).sum()) if len(partial) else 0
-    for rows in (scheduler.waiting, arrived):
-        if rows:
-            queued += int(state.target[np.fromiter(rows, np.int64, len(rows))].sum())
-            queued -= sum(delivered.get(row, 0) for row in rows) if delivered else 0
-    return queued
-
-
-_NEVER = -1
-
-
-class HangUps:
-    """Open requests whose clients may hang up, and those that did.
-
-    ``any``: whether a client of the plan may hang up. ``abandoned``: rows whose clients hung up. ``given_up``: rows
-    that are never sent because they wait for such a row.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self._after_ns = optional_ints(plan.table, "hang_up_ns", _NEVER)
-        self._open: set[int] = set()
-        self.any = self._after_ns is not None
-        self.abandoned: set[int] = set()
-        self.given_up: list[int] = []
-
-    def sent(self, row: int) -> int | None:
-        """Note that a request is sent; returns how long (ns) its client waits, None: to the end."""
-        times = self._after_ns
-        if times is None or row >= len(times) or times[row] == _NEVER:
-            return None
-        self._open.add(row)
-        return int(times[row])
-
-    def still_wanted(self, rows: Iterable[int]) -> list[int]:
-        """The rows whose clients have not hung up."""
-        return [row for row in rows if row not in self.abandoned]
-
-    def ended(self, rows: Iterable[int]) -> None:
-        """Record that clients have received complete responses; these requests can no longer be abandoned."""
-        self._open.difference_update(rows)
-
-    def hangs_up(self, row: int) -> bool:
-        """Whether the request is still open at the end of its client's patience; it is then abandoned."""
-        if row not in self._open:
-            return False
-        self._open.discard(row)
-        self.abandoned.add(row)
-        return True
-
-
-def drop(scheduler: Scheduler, row: int) -> None:
-    """Remove a request from a scheduler, as vLLM's ``finish_requests`` does: its blocks become free at once, and what
-    was computed of it stays in the prefix cache."""
-    state = scheduler.state
-    if state.done[row]:
-        scheduler.free_finished(row)  # a computed prompt, kept for a transfer that will not begin
-        return
-    published = scheduler.published_tokens(row)
-    for queued in scheduler.in_flight:
-        queued.leave_out(row)
-    state.done[row] = True
-    scheduler.forget(row)
-    if state.held_blocks[row]:
-        scheduler.kv.release(row, min(int(state.computed[row]), published))
-        state.held_blocks[row] = 0
-    output_tokens = int(state.next_slot[row] - state.first_slot[row])
-    for listener in scheduler.listeners:
-        listener.withdrawn(row, output_tokens)
-
-
-def cut_at_hang_ups(state: RequestState, abandoned: Iterable[int]) -> None:
-    """Remove the tokens that reached clients after they had hung up."""
-    for times in (state.token_ns, state.client_ns):
-        if times is None:
-            continue
-        for row in abandoned:
-            own = times[state.first_slot[row] : state.end_slot[row]]
-            own[own > state.end_ns[row]] = UNSET
-    received = state.token_ns if state.client_ns is None else state.client_ns
-    for row in abandoned:
-        own = received[state.first_slot[row] : state.end_slot[row]]
-        state.next_slot[row] = state.first_slot[row] + np.count_nonzero(own != UNSET)
-
-
-def with_hang_ups(requests: pa.Table, hang_ups: HangUps) -> pa.Table:
-    """A table of requests with the status of abandoned requests, and of those that were not sent because of them."""
-    if not hang_ups.abandoned:
-        return requests
-    columns = {name: requests[name].to_pylist() for name in ("status", "finish_reason", "error_class")}
-    for row in hang_ups.abandoned:
-        columns["status"][row], columns["finish_reason"][row] = ABANDONED, None
-    for row in hang_ups.given_up:
-        columns["status"][row], columns["error_class"][row] = "never_sent", EARLIER_TURN_ABANDONED
-    for name, values in columns.items():
-        index = requests.column_names.index(name)
-        field = requests.schema.field(index)
-        requests = requests.set_column(index, field, pa.array(values, field.type))
-    return requests
-
-
-def with_prefill_ends(requests: pa.Table, prefills: RequestState, beginning: Beginning) -> pa.Table:
-    """The table with ``prefilled_ns``: when the prefill units, which have ``prefills``, had computed each prompt."""
-    ends_ns = since_beginning(prefills.token_ns[prefills.first_slot[: len(requests)]], beginning)
-    return requests.append_column(
-        REQUESTS_EXTRAS.field("prefilled_ns"), pa.array(ends_ns, pa.int64(), mask=ends_ns == UNSET)
-    )
-
-
-class SchedulerListener(Protocol):
+class SchedulerListener:
     """Called when requests are admitted and when they finish."""
 
     def admitted(self, row: int, cached_tokens: int, now_ns: int, *, first: bool) -> None:
         """A request got a slot; ``first`` False: after a preemption. ``cached_tokens`` need no computation."""
-        ...
 
     def finished(self, row: int) -> None:
         """All tokens of a request are generated."""
-        ...
 
     def withdrawn(self, row: int, output_tokens: int) -> None:
         """The client of a request hung up after ``output_tokens`` tokens."""
-        ...
 
 
 class Scheduler:
@@ -323,12 +201,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, state: RequestState, limits: SchedulerLimits, kv: KvBlocks, *, keep_finished: bool = False
+        self, state: RequestState, limits: EngineOptions, kv: KvBlocks, *, keep_finished: bool = False
     ) -> None:
         self.state, self.limits, self.kv = state, limits, kv
         self.listeners: list[SchedulerListener] = []
         self.front_end: FrontEnd | None = None  # streams the tokens to the clients, if they wait there
-        self.counted = kv if isinstance(kv, CountedKv) else None  # the same manager, if counting is sufficient
+        self.counted = kv if isinstance(kv, CountingKv) else None  # the same manager, if counting is sufficient
         self.states = kv if isinstance(kv, StatesKv) else None  # where layers keep states at the ends of blocks
         self.layout = (
             kv.layout if isinstance(kv, LaidOutKv | StatesKv) else None
@@ -344,7 +222,7 @@ class Scheduler:
         self.in_flight: deque[Step] = deque()
         self.prefilling = 0  # running requests with prompt tokens left; 0 in most steps
         self.steps = 0  # scheduled so far
-        self.ones: Ints = np.ones(limits.max_num_seqs, np.int64)
+        self.ones: Ints = np.ones(limits.running_limit, np.int64)
         self._arrived: deque[int] = deque()
         self._keep_finished = keep_finished
         self.lookahead_tokens = self.longest_tokens = (
@@ -388,7 +266,14 @@ class Scheduler:
 
     def queued_tokens(self) -> int:
         """Prompt tokens received and not scheduled, without those whose KV was delivered."""
-        return queued_tokens(self, self._arrived)
+        state, delivered = self.state, self.delivered
+        partial = self.running[state.partial[self.running]]
+        queued = int((state.target[partial] - state.computed[partial]).sum()) if len(partial) else 0
+        for rows in (self.waiting, self._arrived):
+            if rows:
+                queued += int(state.target[np.fromiter(rows, np.int64, len(rows))].sum())
+                queued -= sum(delivered.get(row, 0) for row in rows) if delivered else 0
+        return queued
 
     def hits(self, row: int, known_tokens: int) -> Sequence[int]:
         """The cached blocks that a request can use."""
@@ -426,7 +311,7 @@ class Scheduler:
         """The client of a request has hung up. vLLM notices it before it uses the output of the step in flight."""
         self._hung_up.append(row)
 
-    def forget(self, row: int) -> None:
+    def _forget(self, row: int) -> None:
         """Remove a request from all queues, and from the running ones."""
         for queue in (self._arrived, self.waiting):
             if row in queue:
@@ -459,7 +344,26 @@ class Scheduler:
 
     def _drop_hung_up(self) -> None:
         while self._hung_up:
-            drop(self, self._hung_up.pop(0))
+            self._drop(self._hung_up.pop(0))
+
+    def _drop(self, row: int) -> None:
+        """Remove a request, as vLLM's ``finish_requests`` does: its blocks become free at once, and what was computed
+        of it stays in the prefix cache."""
+        state = self.state
+        if state.done[row]:
+            self.free_finished(row)  # a computed prompt, kept for a transfer that will not begin
+            return
+        published = self.published_tokens(row)
+        for queued in self.in_flight:
+            queued.leave_out(row)
+        state.done[row] = True
+        self._forget(row)
+        if state.held_blocks[row]:
+            self.kv.release(row, min(int(state.computed[row]), published))
+            state.held_blocks[row] = 0
+        output_tokens = int(state.next_slot[row] - state.first_slot[row])
+        for listener in self.listeners:
+            listener.withdrawn(row, output_tokens)
 
     # One step.
 
@@ -813,13 +717,7 @@ class Scheduler:
         slots += 1
         state.next_slot[sampled] = slots
         finished = slots == state.end_slot.take(sampled)
-        if not np.count_nonzero(finished):
-            return []
-        ended: list[int] = sampled[finished].tolist()
-        for row in ended:
-            self._finish(row, step.end_ns)
-        self.running = self.running[~state.done.take(self.running)]
-        return ended
+        return self._finish(sampled[finished].tolist(), step.end_ns) if np.count_nonzero(finished) else []
 
     def deliver_decodes(self, rows: Ints, count: int) -> None:
         """Deliver the ``count`` oldest steps in flight, all decodes of ``rows``, none of which finishes a request."""
@@ -839,17 +737,21 @@ class Scheduler:
             if self.stale.pop(row):
                 self.state.target[row] += 1
 
-    def _finish(self, row: int, now_ns: int) -> None:
+    def _finish(self, rows: list[int], now_ns: int) -> list[int]:
+        """End these requests, and return them."""
         state = self.state
-        state.done[row] = True
-        if not state.held_blocks[row]:
-            self.waiting.remove(row)  # it finished with the token in flight when it was preempted
-        elif not self._keep_finished:
-            self.kv.release(row, self.finished_tokens(row))
-            state.held_blocks[row] = 0
-        state.end_ns[row] = now_ns
-        for listener in self.listeners:
-            listener.finished(row)
+        for row in rows:
+            state.done[row] = True
+            if not state.held_blocks[row]:
+                self.waiting.remove(row)  # it finished with the token in flight when it was preempted
+            elif not self._keep_finished:
+                self.kv.release(row, self.finished_tokens(row))
+                state.held_blocks[row] = 0
+            state.end_ns[row] = now_ns
+            for listener in self.listeners:
+                listener.finished(row)
+        self.running = self.running[~state.done.take(self.running)]
+        return rows
 
     def free_finished(self, row: int) -> None:
         """Free the blocks of a finished request; a second call has no effect."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.records.plan import Plan, block_tokens, optional_ints
-from ebbench.records.schema import EARLIER_TURN_FAILED, REQUESTS, REQUESTS_EXTRAS, decisions_table
+from ebbench.records.schema import REQUESTS, REQUESTS_EXTRAS, decisions_table
 from vllm_eb.strategy import Record
 
 # Kinds of events of the event loop, and their order at the same nanosecond.
@@ -233,31 +233,6 @@ def _with_thinking(table: pa.Table, plan: Plan, state: RequestState, token_ns: I
     table = table.append_column(REQUESTS_EXTRAS.field("thinking_tokens"), thinking)
     answers = pa.array(token_ns[slots], pa.int64(), mask=~answered)
     return table.append_column(REQUESTS_EXTRAS.field("first_answer_ns"), answers)
-
-
-def with_failures(requests: pa.Table, failed: Mapping[int, Failure], never_sent: Sequence[int] = ()) -> pa.Table:
-    """``requests`` with failures filled in, by row; rows after the plan's (warm-up requests) are left out.
-
-    ``never_sent``: turns that were not sent because an earlier turn of their session failed.
-    """
-    if not failed:
-        return requests
-    columns = {
-        name: requests[name].to_pylist()
-        for name in ("status", "finish_reason", "error_class", "error_body", "http_status")
-    }
-    for row, (kind, message, status) in failed.items():
-        if row < requests.num_rows:
-            columns["status"][row], columns["finish_reason"][row] = "failed", None
-            columns["error_class"][row], columns["error_body"][row], columns["http_status"][row] = kind, message, status
-    for row in never_sent:
-        columns["error_class"][row] = EARLIER_TURN_FAILED
-    for name, values in columns.items():
-        index = requests.column_names.index(name)
-        requests = requests.set_column(
-            index, requests.schema.field(index), pa.array(values, requests.schema.field(index).type)
-        )
-    return requests
 
 
 def _together(gap_values: np.ndarray, offsets: np.ndarray) -> np.ndarray:

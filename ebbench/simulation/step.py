@@ -1,4 +1,4 @@
-"""A scheduling step: limits, contents, and the receiver of steps."""
+"""A scheduling step, and the log of the steps of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,20 +20,6 @@ from ebbench.simulation.state import Ints
 
 NO_ROWS: Ints = np.zeros(0, np.int64)
 NS_PER_S = 1e9
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """vLLM's settings of the same names; ``max_num_seqs`` is what may run: ``max_num_active_seqs``, if that is set."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-    long_prefill_token_threshold: int
-    async_scheduling: bool
-    long_prefill_token_threshold_adaptive: bool = False
-    scheduler_reserve_full_isl: bool = True
-    by_priority: bool = False
 
 
 class Verified(NamedTuple):
@@ -90,20 +76,12 @@ class Step:
         return not len(self.rows)
 
 
-class StepSink(Protocol):
-    """Receives every step that ran, in order."""
-
-    def step(self, instance: int, step: Step) -> None:
-        """Record a step; its fields do not change afterwards."""
-        ...
-
-
 # Keeps the steps of a run and makes the table STEPS of them.
 #
 # A step is an object of some hundred bytes and several arrays. Long runs make millions, so every FOLD steps are
 # folded into Arrow columns while the run goes on. The columns are kept compressed: successive steps have nearly the
-# same requests, so their lists shrink to a few per cent. At the end part after part becomes STEPS, and is then
-# dropped; or part after part is written to a run's directory (`StepParts`), and STEPS is never in memory as a whole.
+# same requests, so their lists shrink to a few per cent. At the end part after part becomes STEPS; or part after
+# part is written to a run's directory (`StepParts`), and STEPS is never in memory as a whole.
 
 Ints32 = npt.NDArray[np.int32]
 FOLD = 8192
@@ -138,9 +116,11 @@ class _Kept:
 
 @dataclass(frozen=True)
 class StepParts:
-    """The table STEPS in parts, each made of compressed columns when it is asked for; the rows in the order they ran.
+    """The table STEPS in parts, each made of compressed columns when it is asked for: one row per step in the order
+    they ran, or by the time of their scheduling (``by_time``).
 
-    The arguments of :meth:`StepLog.table`, and the steps.
+    ``request_ids``: by row. ``kv_blocks_total``: of every instance, or one value per instance. Steps before number
+    ``first`` are left out; times count from ``begin_ns``.
     """
 
     kept: _Kept
@@ -148,6 +128,7 @@ class StepParts:
     kv_blocks_total: int | Sequence[int]
     first: int = 0
     begin_ns: int = 0
+    by_time: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -164,11 +145,11 @@ class StepParts:
 
     def __iter__(self) -> Iterator[pa.Table]:
         """The parts, some thousand rows each, at least one."""
-        skip, made = self.first, 0
-        for part in chain(map(_unfold, self.kept.folded), [_columns_of(self.kept.steps)]):
-            columns, skip = part.slice(skip), max(0, skip - len(part))
-            yield _finished(columns, self.request_ids, self.kv_blocks_total, self.begin_ns, made)
-            made += len(columns)
+        parts = _without_first_rows(self.first, chain(map(_unfold, self.kept.folded), [_columns_of(self.kept.steps)]))
+        made = 0
+        for part in _by_time(parts) if self.by_time else parts:
+            yield _finished(part, self.request_ids, self.kv_blocks_total, self.begin_ns, made)
+            made += len(part)
 
     def table(self) -> pa.Table:
         """All parts as one table."""
@@ -176,13 +157,13 @@ class StepParts:
 
 
 class StepLog:
-    """A StepSink that keeps all steps."""
+    """Keeps all steps."""
 
     def __init__(self) -> None:
         self._kept = _Kept((), [])
 
     def step(self, instance: int, step: Step) -> None:
-        """Keep the step."""
+        """Keep a step; its fields do not change afterwards."""
         steps = self._kept.steps
         steps.append((instance, step))
         if len(steps) >= FOLD:
@@ -200,38 +181,21 @@ class StepLog:
         return steps
 
     def parts(
-        self, request_ids: pa.Array, kv_blocks_total: int | Sequence[int], *, first: int = 0, begin_ns: int = 0
-    ) -> StepParts:
-        """What :meth:`table` gives, in parts. The log is empty afterwards."""
-        kept, self._kept = self._kept, _Kept((), [])
-        return StepParts(kept, request_ids, kv_blocks_total, first, begin_ns)
-
-    def table(
         self,
         request_ids: pa.Array,
         kv_blocks_total: int | Sequence[int],
-        *,
         first: int = 0,
         begin_ns: int = 0,
+        *,
         by_time: bool = False,
-    ) -> pa.Table:
-        """Table STEPS, one row per step in the order they ran, or by the time of their scheduling (``by_time``).
-
-        The log is empty afterwards. ``request_ids``: by row. ``kv_blocks_total``: of every instance, or one value per
-        instance. Steps before number ``first`` are left out; times count from ``begin_ns``.
-        """
+    ) -> StepParts:
+        """The steps; see :class:`StepParts` for the arguments. The log is empty afterwards."""
         kept, self._kept = self._kept, _Kept((), [])
-        folded, last = deque(kept.folded), _columns_of(kept.steps)
-        del kept
-        parts = _without_first_rows(first, chain((_unfold(folded.popleft()) for _ in range(len(folded))), [last]))
-        made: list[pa.Table] = []
-        for part in _by_time(parts) if by_time else parts:
-            made.append(_finished(part, request_ids, kv_blocks_total, begin_ns, _rows_of(made)))
-        return pa.concat_tables(made)
+        return StepParts(kept, request_ids, kv_blocks_total, first, begin_ns, by_time)
 
 
 class FigureLog:
-    """A StepSink that keeps of every step the numbers that figures need, and neither its requests nor its mode.
+    """Keeps of every step the numbers that figures need, and neither its requests nor its mode.
 
     Callers that need only figures run many simulations: this takes a tenth of the time of a StepLog, and 80 bytes.
     """
@@ -253,26 +217,17 @@ class FigureLog:
         """How many steps each instance has made."""
         return Counter(self._numbers[:: len(_FIGURE_COLUMNS)])
 
-    def table(
-        self,
-        request_ids: pa.Array,
-        kv_blocks_total: int | Sequence[int],
-        *,
-        first: int = 0,
-        begin_ns: int = 0,
-        by_time: bool = False,
-    ) -> pa.Table:
+    def table(self, kv_blocks_total: Sequence[int], first: int, begin_ns: int) -> pa.Table:
         """The kept columns of STEPS, and those that follow from them, in the order of the steps' results.
 
-        The arguments of :meth:`StepLog.table`.
+        The arguments are those of :class:`StepParts`.
         """
         rows = np.frombuffer(self._numbers, np.int64).reshape(-1, len(_FIGURE_COLUMNS))[first:]
         columns: dict[str, Any] = dict(zip(_FIGURE_COLUMNS, rows.T, strict=True))
         columns |= {name: columns[name] - begin_ns for name in _TIMES}
         prompts, decodes = columns["prefill_tokens"] > 0, columns["decode_seqs"] > 0
         columns["phase"] = np.where(prompts, np.where(decodes, "mixed", "prefill"), "decode")
-        blocks = np.asarray(kv_blocks_total)
-        columns["kv_blocks_total"] = blocks[columns["instance"]] if blocks.ndim else np.full(len(rows), blocks)
+        columns["kv_blocks_total"] = np.asarray(kv_blocks_total)[columns["instance"]]
         schema = pa.schema([field for field in STEPS if field.name in columns])
         return pa.table({name: pa.array(columns[name]) for name in schema.names}).cast(schema)
 
@@ -296,10 +251,6 @@ def _fold(steps: Sequence[tuple[int, Step]]) -> _Folded:
 
 def _unfold(part: _Folded) -> pa.Table:
     return pa.ipc.open_stream(part.stream).read_all()
-
-
-def _rows_of(tables: Iterable[pa.Table]) -> int:
-    return sum(len(table) for table in tables)
 
 
 def _columns_of(steps: Sequence[tuple[int, Step]]) -> pa.Table:
@@ -338,8 +289,9 @@ def _by_time(parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
         yield left.popleft()
     if left:
         yield left[0].slice(0, ordered)
-        order = np.argsort(times_ns[-_rows_of(left) :][ordered:], kind="stable")
-        yield pa.concat_tables(left).slice(ordered).combine_chunks().take(pa.array(order))
+        rest = pa.concat_tables(left)
+        order = np.argsort(times_ns[-len(rest) :][ordered:], kind="stable")
+        yield rest.slice(ordered).combine_chunks().take(pa.array(order))
 
 
 def _finished(

@@ -13,12 +13,20 @@ for room.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ebbench.config.topology import TransferSpec
-from ebbench.simulation.scheduler import Scheduler
-from ebbench.simulation.state import RequestState, StoreFullError
+from ebbench.records.warnings import warning
+from ebbench.simulation.scheduler import Scheduler, SchedulerListener
+from ebbench.simulation.state import BACK, FRONT, TRANSFER, RequestState, StoreFullError
+
+if TYPE_CHECKING:
+    from ebbench.dispatch import Dispatcher
+    from ebbench.simulation.loop import EventLoop, Stage
+
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -152,11 +160,15 @@ class TransferFabric:
 
 
 class Handover:
-    """Connects the prefill and the decode stage. Row i of ``before`` and of ``after`` is the same request.
+    """Places prompts on decode units, sends their KV and lets them enter when it has arrived.
 
-    ``sources`` and ``targets``: the schedulers of the two stages, by unit. ``start`` is called with every transfer that
-    begins while a request is admitted (set it before the run).
+    Row i of ``before`` and of ``after`` is the same request. ``sources`` and ``targets``: the schedulers of the two
+    stages, by unit. ``unit_of``: decode unit of each request from the order of the decode dispatcher until it has ended
+    for its client. A computed prompt keeps its KV on the prefill unit until the dispatcher has placed it. ``loop``: set
+    by the event loop.
     """
+
+    loop: EventLoop
 
     def __init__(
         self,
@@ -168,23 +180,42 @@ class Handover:
         spec: TransferSpec,
         kv_bytes_per_token: float,
     ) -> None:
+        self.unit_of: dict[int, int] = {}
         self._before, self._after = before, after
         self._sources, self._targets, self.fabric = sources, targets, fabric
         self._from_prefill = spec.first_token == "prefill"
         self._kv_bytes = kv_bytes_per_token
-        self._target_of: dict[int, int] = {}
-        self.start: Callable[[Transfer], None] | None = None
+        self._unplaced: set[int] = set()  # computed, without a unit yet
+        self._placed: list[int] = []  # with a unit since the last poll, in the order of the dispatcher
+        self._entry_ns: dict[int, int] = {}  # when the decode unit's front end is done with a request
         if spec.held_until == "admission":
             for index, target in enumerate(targets):
                 target.listeners.append(_ReleaseAtAdmission(self, index))
 
-    def on_target(self, unit: int) -> list[int]:
-        """Number of requests sent to a decode unit and not finished."""
-        return [row for row, target in self._target_of.items() if target == unit]
+    @property
+    def _back(self) -> Stage:
+        assert self.loop.back is not None
+        return self.loop.back
 
-    def prefilled(self, row: int, source: int, now_ns: int) -> bool:
-        """The prompt of ``row`` is computed on ``source``. Returns False if only the first token was requested."""
-        after = self._after
+    @property
+    def _dispatcher(self) -> Dispatcher:
+        assert self._back.dispatcher is not None
+        return self._back.dispatcher
+
+    def hand_over(self, rows: list[int]) -> None:
+        """Give the prompts computed in one pass to the dispatcher together."""
+        over = [row for row in rows if self._prefilled(row)]
+        for row in over:
+            self._unplaced.add(row)
+            self._dispatcher.arrive(self._back.dispatch_request(row), self.loop.now_ns)
+        self.loop.poll(BACK)
+        if len(over) < len(rows):  # a single token was requested: there is nothing to decode
+            decoding = set(over)
+            self.loop.gone([row for row in rows if row not in decoding])
+
+    def _prefilled(self, row: int) -> bool:
+        """The prompt of ``row`` is computed. Returns False if only the first token was requested."""
+        after, now_ns = self._after, self.loop.now_ns
         if not self._from_prefill:
             return True
         slot = int(after.first_slot[row])
@@ -197,56 +228,101 @@ class Handover:
             return True
         after.done[row] = True
         after.end_ns[row] = now_ns
-        self._sources[source].free_finished(row)
+        self._free_source(row)
         return False
 
-    def send(self, row: int, source: int, target: int, now_ns: int) -> list[Transfer]:
-        """Queue the KV of ``row`` for transfer; returns the transfers that start now."""
-        self._target_of[row] = target
-        size_bytes = float(self._before.prompt[row]) * self._kv_bytes
-        return self.fabric.offer(row, source, target, size_bytes, now_ns)
+    def _free_source(self, row: int) -> None:
+        """Free the KV of a computed prompt on its prefill unit, which may go on with others."""
+        unit = int(self.loop.unit_of[row])
+        self._sources[unit].free_finished(row)
+        self.loop.wake_if_idle(FRONT, self.loop.front.engine_of_unit[unit])
 
-    def arrived(self, transfer: Transfer, now_ns: int) -> list[Transfer]:
-        """The KV has arrived: free the sender's blocks. Returns the transfers that start; the caller adds the row.
+    def place(self, row: int, unit: int) -> None:
+        """The dispatcher chose a unit."""
+        self.unit_of[row] = unit
+        self._unplaced.remove(row)
+        self._placed.append(row)
+
+    def send_placed(self) -> None:
+        """Send the KV of the prompts that the last poll placed."""
+        placed, self._placed = self._placed, []
+        for row in placed:
+            target, size_bytes = self.unit_of[row], float(self._before.prompt[row]) * self._kv_bytes
+            self._entry_ns[row] = self._back.enter(row, target, self.loop.now_ns)
+            self._start(self.fabric.offer(row, int(self.loop.unit_of[row]), target, size_bytes, self.loop.now_ns))
+
+    def _start(self, transfers: list[Transfer]) -> None:
+        for transfer in transfers:
+            self.loop.push(transfer.end_ns, TRANSFER, transfer)
+
+    def arrived(self, transfer: Transfer) -> None:
+        """The KV of a request has arrived: its blocks on the prefill unit are free, and it enters the decode unit.
 
         If its client hung up meanwhile, the copy is freed here.
         """
-        row, target = transfer.row, self._targets[transfer.target]
+        row = transfer.row
         self._sources[transfer.source].free_finished(row)
-        if row in self._target_of:
+        if row in self.unit_of:
             # If the first token is still missing, the last prompt token is computed again to get it.
-            target.delivered[row] = int(self._before.prompt[row]) - (0 if self._from_prefill else 1)
+            computed = int(self._before.prompt[row]) - (0 if self._from_prefill else 1)
+            self._targets[transfer.target].delivered[row] = computed
         else:
             self.fabric.stores[transfer.target].drop(row)
-        return self.fabric.ended(transfer, now_ns)
+        self._start(self.fabric.ended(transfer, self.loop.now_ns))
+        self.loop.wake_if_idle(FRONT, self.loop.front.engine_of_unit[transfer.source])
+        self.loop.enter_at(self._entry_ns.pop(row, 0), BACK, transfer.target, row)
 
-    def finished(self, row: int, now_ns: int) -> list[Transfer]:
-        """The request has ended; returns transfers for which its memory made room."""
-        target = self._target_of.pop(row, None)
-        return [] if target is None else self.fabric.release(row, target, now_ns)
+    def release_copy(self, row: int, target: int) -> None:
+        """Free the received copy of ``row``."""
+        self._start(self.fabric.release(row, target, self.loop.now_ns))
 
-    def withdraw(self, row: int, source: int, now_ns: int) -> list[Transfer]:
-        """The client of a request that was sent on has hung up: free its KV on both sides, on a link at the end of the
-        transfer. Returns the transfers that start now."""
-        target = self._target_of.pop(row, None)
-        if target is None or self.fabric.moving(row):
-            return []
-        self._sources[source].free_finished(row)
-        return self.fabric.withdraw(row, target, now_ns)
+    def decoded(self, rows: list[int]) -> None:
+        """Decoding has ended: the KV that was received for it is given up."""
+        for row in rows:
+            if (target := self.unit_of.get(row)) is not None:
+                self.release_copy(row, target)
 
-    def discard(self, row: int, source: int) -> None:
-        """The client of a request that was not sent on has hung up: free the KV of its prompt."""
-        self._sources[source].free_finished(row)
+    def departed(self, rows: list[int]) -> None:
+        """Requests have ended for their clients."""
+        for row in rows:
+            del self.unit_of[row]
 
-    def release_copy(self, row: int, target: int, now_ns: int) -> None:
-        """Free the received copy of ``row`` before the request has finished."""
-        for transfer in self.fabric.release(row, target, now_ns):
-            if self.start is not None:
-                self.start(transfer)
+    def hang_up(self, row: int) -> bool:
+        """The client of a request hung up. Returns False, without any change, if its prompt was not handed over.
+
+        Its KV is freed on both sides. A transfer that has begun goes on to its end, since a connector cannot stop it.
+        """
+        if row in self._unplaced:
+            self._unplaced.remove(row)
+            self._dispatcher.withdraw(row)
+            self._free_source(row)
+            return True
+        if row not in self.unit_of:
+            return False
+        target = self.unit_of.pop(row)
+        self._entry_ns.pop(row, None)
+        if not self._after.done[row] and not self.fabric.moving(row):
+            self._free_source(row)
+            self._start(self.fabric.withdraw(row, target, self.loop.now_ns))
+        self.loop.withdraw(BACK, row, target)
+        self.loop.poll(BACK)
+        return True
+
+    def died(self, full: StoreFullError) -> None:
+        """A decode unit ran out of memory: its requests are lost and the run ends."""
+        loop = self.loop
+        loop.dead = warning(
+            "decode-out-of-memory", unit=full.unit, at_s=loop.now_ns / 1e9, held_gib=full.held_bytes / GIB,
+            size_gib=full.size_bytes / GIB, capacity_gib=full.capacity_bytes / GIB,
+        )  # fmt: skip
+        for row, target in self.unit_of.items():
+            if target == full.unit and not self._after.done[row]:
+                loop.failed[row] = ("out_of_memory", str(loop.dead), None)
+                self._after.end_ns[row] = loop.now_ns
 
 
 @dataclass(frozen=True)
-class _ReleaseAtAdmission:
+class _ReleaseAtAdmission(SchedulerListener):
     """Listens to the scheduler of a decode unit and frees the copy at admission, when the KV is in the cache."""
 
     handover: Handover
@@ -254,10 +330,4 @@ class _ReleaseAtAdmission:
 
     def admitted(self, row: int, cached_tokens: int, now_ns: int, *, first: bool) -> None:
         """See SchedulerListener."""
-        self.handover.release_copy(row, self.target, now_ns)
-
-    def finished(self, row: int) -> None:
-        """Do nothing: the copy was freed at admission."""
-
-    def withdrawn(self, row: int, output_tokens: int) -> None:
-        """Do nothing: the copy was freed when the client hung up."""
+        self.handover.release_copy(row, self.target)

@@ -87,6 +87,15 @@ def _log_density(family: CensoredFamily, mean: float, std: float, x: Vector, log
     return (shape - 1) * log_x - x / scale - math.lgamma(shape) - shape * math.log(scale)
 
 
+def draw_family(family: CensoredFamily, mean: float, std: float, rng: np.random.Generator, n: int) -> Vector:
+    """Draw ``n`` numbers of a family with this mean and standard deviation; shape (n,)."""
+    if family == "gamma":
+        shape = (mean / std) ** 2
+        return rng.gamma(shape, mean / shape, n)
+    variance = np.log1p((std / mean) ** 2)
+    return rng.lognormal(np.log(mean) - variance / 2, np.sqrt(variance), n)
+
+
 LONGEST = np.iinfo(np.int32).max
 """Largest length in tokens that a plan can hold."""
 
@@ -135,10 +144,29 @@ class LengthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def draw(self, rng: np.random.Generator, n: int) -> Lengths:
         """Draw ``n`` lengths in tokens; shape (n,)."""
-        raw = _DRAW[self.family](self, rng, n) + self.offset
+        raw = self._raw(rng, n) + self.offset
         upper = LONGEST if self.max is None else min(self.max, LONGEST)
         lengths: Lengths = np.clip(np.rint(raw), 1, upper).astype(np.int32)
         return lengths
+
+    def _raw(self, rng: np.random.Generator, n: int) -> Vector:
+        mean = self.mean - self.offset
+        if self.family == "fixed":
+            return np.full(n, mean)
+        if self.family == "geometric":
+            return rng.geometric(1.0 / max(1.0, mean), size=n).astype(np.float64)
+        if self.family == "uniform":
+            half = mean * self.spread
+            return rng.integers(round(mean - half), round(mean + half), size=n, endpoint=True).astype(np.float64)
+        return draw_family(self.family, *self._parameters(self.family), rng, n)
+
+    def _parameters(self, family: CensoredFamily) -> tuple[float, float]:
+        """Mean and standard deviation of the family itself, without offset and before censoring."""
+        mean = self.mean - self.offset
+        std = self.std if self.std is not None else mean / np.sqrt(self.shape or 1.0)
+        if self.statistics == "raw" or self.max is None:
+            return mean, float(std)
+        return fit_censored(family, mean, float(std), self.max - self.offset)
 
     @property
     def text(self) -> str:
@@ -156,43 +184,6 @@ _USES: dict[Family, tuple[str, ...]] = {
     "lognormal": ("std", "offset", "statistics"),
 }
 _OPTIONAL = ("std", "shape", "spread", "offset", "statistics")
-
-
-def _parameters(spec: LengthSpec) -> tuple[float, float]:
-    """Mean and standard deviation of the family itself, without offset and before censoring."""
-    mean = spec.mean - spec.offset
-    std = spec.std if spec.std is not None else mean / np.sqrt(spec.shape or 1.0)
-    if spec.statistics == "raw" or spec.max is None:
-        return mean, float(std)
-    family: Literal["gamma", "lognormal"] = "lognormal" if spec.family == "lognormal" else "gamma"
-    return fit_censored(family, mean, float(std), spec.max - spec.offset)
-
-
-def _uniform(spec: LengthSpec, rng: np.random.Generator, n: int) -> npt.NDArray[np.float64]:
-    half = (spec.mean - spec.offset) * spec.spread
-    middle = spec.mean - spec.offset
-    return rng.integers(round(middle - half), round(middle + half), size=n, endpoint=True).astype(np.float64)
-
-
-def _gamma(spec: LengthSpec, rng: np.random.Generator, n: int) -> npt.NDArray[np.float64]:
-    mean, std = _parameters(spec)
-    shape = (mean / std) ** 2
-    return rng.gamma(shape, mean / shape, size=n)
-
-
-def _lognormal(spec: LengthSpec, rng: np.random.Generator, n: int) -> npt.NDArray[np.float64]:
-    mean, std = _parameters(spec)
-    variance = np.log1p((std / mean) ** 2)
-    return rng.lognormal(np.log(mean) - variance / 2, np.sqrt(variance), size=n)
-
-
-_DRAW: dict[Family, Callable[[LengthSpec, np.random.Generator, int], Vector]] = {
-    "uniform": _uniform,
-    "geometric": lambda spec, rng, n: rng.geometric(1.0 / max(1.0, spec.mean - spec.offset), size=n).astype(np.float64),
-    "gamma": _gamma,
-    "lognormal": _lognormal,
-    "fixed": lambda spec, rng, n: np.full(n, spec.mean - spec.offset),
-}
 
 
 def length_spec(mean_tokens: float, distribution: str | None) -> LengthSpec:

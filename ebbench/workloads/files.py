@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import re
@@ -77,7 +78,7 @@ class _Text:
 
     def __init__(self, stream: IO[bytes], name: str) -> None:
         self._stream, self.name = stream, name
-        self._pending = b""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()  # a piece may end within a character
         self.window, self.at, self.line, self.ended = "", 0, 1, False
         self.blank = 0  # characters of white space between records
 
@@ -87,14 +88,10 @@ class _Text:
             return False
         piece = self._stream.read(CHUNK_BYTES)
         self.ended = not piece
-        data = self._pending + piece
-        # Keep a character that the piece cut in two for the next piece.
-        keep = 0 if self.ended else _cut_character(data)
-        self._pending = data[len(data) - keep :] if keep else b""
         try:
-            text = (data[: len(data) - keep] if keep else data).decode("utf-8")
+            text = self._decoder.decode(piece, self.ended)
         except UnicodeDecodeError as error:
-            line = self.line + self.window.count("\n", self.at) + data[: error.start].count(b"\n")
+            line = self.line + self.window.count("\n", self.at) + error.object.count(b"\n", 0, error.start)
             raise InputFileError(self.name, f"is neither Parquet nor UTF-8 text ({error.reason})", line) from None
         self.window = self.window[self.at :] + text
         self.at = 0
@@ -131,18 +128,6 @@ class _Text:
     def peek(self) -> str:
         """The current character, or an empty string at the end."""
         return self.window[self.at : self.at + 1]
-
-
-def _cut_character(data: bytes) -> int:
-    """Number of bytes at the end that begin an unfinished UTF-8 character."""
-    for back in range(1, min(4, len(data) + 1)):
-        byte = data[-back]
-        if byte >= 0xC0:
-            size = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return back if back < size else 0
-        if byte < 0x80:
-            return 0
-    return 0
 
 
 _decoder = json.JSONDecoder(object_pairs_hook=with_unique_keys)

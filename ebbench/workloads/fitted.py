@@ -430,16 +430,7 @@ def _in_order(requests: Requests, order: Int64s) -> Requests:
     place[order] = np.arange(len(order))
     rows = np.argsort(place[requests.session], kind="stable")
     content = requests.session if requests.content is None else requests.content
-    return Requests(
-        place[requests.session][rows],
-        requests.turn[rows],
-        requests.input_tokens[rows],
-        requests.output_tokens[rows],
-        content=content[rows],
-        pause_s=None if requests.pause_s is None else requests.pause_s[rows],
-        tool_share=None if requests.tool_share is None else requests.tool_share[rows],
-        after=None if requests.after is None else [requests.after[row] for row in rows.tolist()],
-    )
+    return requests.taken(rows, place[requests.session][rows], content=content[rows])
 
 
 def _growing(

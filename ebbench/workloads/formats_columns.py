@@ -42,6 +42,7 @@ from ebbench.workloads.recorded import (
     joined_text,
     parse_stamp,
     read_class,
+    read_number,
     read_stamp,
     read_steps,
     read_tokens,
@@ -120,7 +121,9 @@ class Delays:
 
     def placed(self, record: LogRecord, row: Recorded) -> Recorded:
         """The request with its time, pause and whole prompt. Raises InputFileError."""
-        delay = self._delay(record)
+        name = self.columns.names["delay"]
+        value = record.value.get(name)
+        delay = read_number(self.log, record.line, "a delay of 0 or more", name, value, least=0.0) or 0.0
         stamp, history = self._last.get(row.session, (None, 0))
         if row.stamp is not None:
             stamp, pause_s = row.stamp, None
@@ -140,19 +143,6 @@ class Delays:
             self._last[row.session] = (stamp, inputs + row.output_tokens)
         ids = None if self.lengths_add else row.hash_ids
         return row._replace(stamp=stamp, input_tokens=inputs, hash_ids=ids, pause_s=pause_s)
-
-    def _delay(self, record: LogRecord) -> float:
-        value = record.value.get(self.columns.names["delay"])
-        if value is None or value == "":
-            return 0.0
-        try:
-            delay = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            delay = math.nan
-        if not 0.0 <= delay < math.inf:
-            problem = f"expected a delay of 0 or more in {self.columns.names['delay']}, found {str(value)[:40]!r}"
-            raise InputFileError(self.log.path, problem, record.line)
-        return delay
 
 
 _MORE = ("end", "duration", "turn", "hash_ids", "session", "cached", "class", "accepted")
@@ -552,7 +542,7 @@ def _longbench_v2_rows(log: LogFile, options: ReadOptions) -> Rows:
         prompt, answer = "\n".join(part for part in parts if isinstance(part, str)), record.value.get("answer")
         inputs = texts.tokens(prompt) if prompt else None
         outputs = texts.tokens(answer) if isinstance(answer, str) and answer else None
-        if inputs is None or outputs is None:
+        if not inputs or not outputs:
             yield Dropped(record.line, unusable(inputs, outputs))
             continue
         ids = texts.prefix_ids(prompt, inputs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Annotated, Any, NamedTuple
 
@@ -89,10 +90,9 @@ def _request(
     """One request with token counts as written; dropped if it has none, or in a ``timed`` file no start."""
     inputs = read_tokens(log, record, "the prompt's length", lengths[0])
     outputs = read_tokens(log, record, "the output's length", lengths[1])
-    reason = unusable(inputs, outputs)
     stamp = _number(start)
-    if reason or inputs is None or outputs is None:
-        return Dropped(record.line, reason)
+    if not inputs or not outputs:
+        return Dropped(record.line, unusable(inputs, outputs))
     if stamp is None and timed:
         return Dropped(record.line, "never sent")
     return Recorded(record.line, stamp, inputs, outputs, end=_number(end), **more)
@@ -295,9 +295,8 @@ def _weka_session(log: LogFile, record: LogRecord, number: int, ids: dict[tuple[
     for chain, request in chains:
         blocks = [ids.setdefault((scope, inner), len(ids)) for inner in request.get("hash_ids") or ()]
         inputs, outputs = (read_tokens(log, record, name, request.get(name)) for name in ("in", "out"))
-        reason = unusable(inputs, outputs)
-        if reason or inputs is None or outputs is None:
-            yield Dropped(record.line, reason)
+        if not inputs or not outputs:
+            yield Dropped(record.line, unusable(inputs, outputs))
             continue
         took = request.get("api_time")
         try:
@@ -383,10 +382,10 @@ def _otel_rows(log: LogFile) -> Rows:
             if str(operation).lower() in _OTHER_WORK or (operation is None and inputs is None):
                 continue  # a tool, an agent or a span of another kind is no request
             cached = _first(attributes, _CACHED)
-            counts = [read_tokens(log, record, "a span's token counts", value) for value in (inputs, outputs, cached)]
-            reason = "an error" if span.failed else unusable(*counts[:2])
-            if reason or counts[0] is None or counts[1] is None:
-                yield Dropped(span.line, reason)
+            read = partial(read_tokens, log, record, "a span's token counts")
+            inputs, outputs, cached = read(inputs), read(outputs), read(cached)
+            if span.failed or not inputs or not outputs:
+                yield Dropped(span.line, "an error" if span.failed else unusable(inputs, outputs))
                 continue
             try:
                 start = read_stamp(span.start)
@@ -395,7 +394,7 @@ def _otel_rows(log: LogFile) -> Rows:
                 raise InputFileError(log.path, f"a span's time {error}", span.line) from None
             session = _first(attributes, _SESSION) or span.trace
             yield Recorded(
-                span.line, start, counts[0], counts[1], session=session, end=end, cached_tokens=counts[2],
+                span.line, start, inputs, outputs, session=session, end=end, cached_tokens=cached,
                 brings_results=_brings_results(attributes), calls_tools=calls_tools(_first(attributes, _STOPS)),
             )  # fmt: skip
 

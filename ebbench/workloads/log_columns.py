@@ -11,9 +11,13 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ebbench.errors import UsageError
+from ebbench.foreign.documents import read_toml
 from ebbench.workloads.files import LogFile
 from vllm_eb.settings import name_hint
 
@@ -125,57 +129,9 @@ def _unsuccessful(value: Any) -> str:
 _UNSUCCESSFUL = {"false", "f", "no", "n", "0", "0.0", "failed", "error", "ko"}
 
 
-ALIASES: Mapping[str, tuple[str, ...]] = {
-    "input": (
-        "input_length", "input_tokens", "prompt_tokens", "context_tokens", "request_tokens", "input_len", "prompt_len",
-        "prompt_length", "num_prompt_tokens", "n_prompt_tokens", "num_input_tokens", "input_token_count",
-        "prompt_token_count", "input_sequence_length", "context_length", "tokens_in", "input_usage", "isl",
-        "num_prefill_tokens", "prefill_tokens", "prompt_size",
-    ),
-    "output": (
-        "output_length", "output_tokens", "completion_tokens", "generated_tokens", "response_tokens", "output_len",
-        "completion_len", "completion_length", "response_length", "generation_length", "num_generation_tokens",
-        "num_output_tokens", "num_completion_tokens", "n_completion_tokens", "output_token_count",
-        "candidates_token_count", "output_sequence_length", "generation_tokens", "decode_tokens", "tokens_out",
-        "output_usage", "osl", "num_decode_tokens", "token_size",
-    ),
-    "time": (
-        "timestamp", "start_time", "arrival_time", "arrived_at", "start_timestamp", "request_start", "started_at",
-        "arrival", "arrival_timestamp", "start", "time", "ts", "created_at", "created", "date_time", "datetime", "date",
-        "time_local", "time_iso8601", "msec", "event_time", "sent_at", "t",
-        "intended",
-    ),
-    "end": ("end_time", "end_timestamp", "request_end", "ended_at", "completed_at", "finished_at", "end"),
-    "duration": (
-        "duration", "api_time", "e2e_latency", "e2el", "latency", "request_latency", "elapsed_time", "elapsed",
-        "request_time", "response_time", "request_duration", "total_time",
-    ),
-    "delay": ("delay",),
-    "session": (
-        "session_id", "session", "conversation_id", "conversation", "chat_session_id", "thread_id", "dialog_id",
-        "x_correlation_id", "trace_id", "session_hash",
-    ),
-    "turn": ("turn", "turn_index", "turn_id", "turn_number", "round"),
-    "user": ("user_id", "user", "client_id", "end_user", "customer_id"),
-    "status": (
-        "status_code", "http_status", "status", "http_status_code", "response_status", "http_code", "response_code",
-        "http_response_code", "response_status_code", "http_response_status", "resp_code", "resp_status", "sc_status",
-        "upstream_status", "request_status", "result_code", "status_class", "code", "sc", "outcome", "state", "result",
-        "finish_reason", "stop_reason",
-    ),
-    "error": (
-        "error", "error_message", "exception", "error_type", "is_error", "has_error", "failed", "is_failed", "errored",
-        "errors", "error_code", "error_msg", "err", "failure", "failure_reason", "error_reason",
-    ),
-    "success": ("success", "succeeded", "successful", "is_success", "is_successful", "ok", "is_ok"),
-    "class": ("class", "request_class", "traffic_class", "service_class", "slo_class"),
-    "hash_ids": ("hash_ids", "block_hashes", "prefix_hash_ids"),
-    "cached": ("cached_tokens", "cache_read_input_tokens", "cached_input_tokens", "prompt_cache_hit_tokens"),
-    "accepted": ("acceptance_histogram", "spec_correct_drafts_histogram", "spec_accept_histogram"),
-    "messages": ("messages", "conversations_messages", "chat_messages"),
-    "prompt": ("prompt", "prompt_text", "input_text", "text_input", "query", "question", "instruction"),
-    "answer": ("completion", "response_text", "output_text", "answer", "generated_text", "response", "output"),
-}  # fmt: skip
+ALIASES: Mapping[str, tuple[str, ...]] = msgspec.convert(
+    read_toml(Path(__file__).with_name("log_columns.toml")), dict[str, tuple[str, ...]]
+)
 """Recognised names per role, the preferred first. Units stand in the name: ``start_ns``, ``latency_ms``."""
 
 _UNIT = re.compile(r"_(ns|us|ms|s|sec|secs|seconds|milliseconds)$")

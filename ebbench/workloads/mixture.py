@@ -23,7 +23,7 @@ from ebbench.records.manifest import LIMITS
 from ebbench.traffic.arrivals import substream
 from ebbench.traffic.spec import apportion
 from ebbench.workloads.options import PlanOptions, is_mixture, is_recorded, mixture_parts, recorded_file
-from ebbench.workloads.requests import Int64s, Requests, int_lists_of
+from ebbench.workloads.requests import COLUMNS, Int64s, Requests, int_lists_of
 from ebbench.workloads.spec import load_workload
 
 OF_THE_WHOLE = ("num_prompts", "seed", "drop_too_long", "redraw", "priorities", "session_start")
@@ -222,70 +222,43 @@ def _join_classes(mixture: Mixture, parts: Sequence[Requests], seed: int) -> Req
         }
         for request_class, share, part in zip(mixture.classes, mixture.shares, parts, strict=True)
     }  # fmt: skip
-    rows = _Rows(parts, order)
     sizes = {part.block_tokens for part in parts if part.hash_ids is not None}
     if len(sizes) > 1:
         shown = " and ".join(str(size or 512) for size in sorted(sizes, key=lambda size: size or 512))
         raise UsageError(
             f"the hash ids of these classes are of blocks of {shown} tokens, a plan has one size; measure them apart"
         )
-    return Requests(
-        session[order],
-        rows.array("turn", 0),
-        rows.array("input_tokens", 0),
-        rows.array("output_tokens", 0),
-        prompt=rows.arrow("prompt", pa.string()),
-        hash_ids=_hash_ids(parts, order),
+    whole = Requests(
+        session,
+        **_columns(parts),
         block_tokens=(sizes.pop() if sizes else None),
-        content=_contents(parts)[order],
-        pause_s=rows.array("pause_s", np.nan, optional=True),
-        tool_share=rows.array("tool_share", np.nan, optional=True),
-        after=rows.listed("after"),
-        hang_up_s=rows.array("hang_up_s", np.nan, optional=True),
-        thinking_tokens=rows.array("thinking_tokens", 0, optional=True),
-        lora=rows.listed("lora"),
-        images=rows.listed("images"),
-        offset_s=rows.array("offset_s", np.nan, optional=True),
-        classes=names[order].tolist(),
         facts={"source": "classes", "source_reason": "each class has its own", "classes": described},
         warnings=tuple(dict.fromkeys(warning for part in parts for warning in part.warnings)),
     )
+    return whole.taken(order, session[order], classes=names[order].tolist())
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Columns of several requests, one after the other and then in ``order``; None if no part has the column."""
-
-    parts: Sequence[Requests]
-    order: Int64s
-
-    def _of(self, name: str) -> list[Any]:
-        return [getattr(part, name) for part in self.parts]
-
-    def array(self, name: str, missing: float, *, optional: bool = False) -> Any:
-        """A numpy column with ``missing`` for parts that lack it."""
-        values = self._of(name)
-        if optional and all(value is None for value in values):
-            return None
-        kind = next(value for value in values if value is not None).dtype
-        filled = [np.full(len(p), missing, kind) if v is None else v for p, v in zip(self.parts, values, strict=True)]
-        return np.concatenate(filled)[self.order]
-
-    def listed(self, name: str) -> list[Any] | None:
-        """A list with None for parts that lack it."""
-        values = self._of(name)
-        if all(value is None for value in values):
-            return None
-        whole = [entry for part, own in zip(self.parts, values, strict=True) for entry in own or [None] * len(part)]
-        return [whole[row] for row in self.order.tolist()]
-
-    def arrow(self, name: str, kind: pa.DataType) -> pa.Array | None:
-        """An Arrow column, null for parts that lack it."""
-        values = self._of(name)
-        if all(value is None for value in values):
-            return None
-        filled = [pa.nulls(len(p), kind) if v is None else v for p, v in zip(self.parts, values, strict=True)]
-        return pa.concat_arrays(filled).take(pa.array(self.order))
+def _columns(parts: Sequence[Requests]) -> dict[str, Any]:
+    """The columns of several requests, one after the other; where a part lacks one that others have, it is empty."""
+    columns: dict[str, Any] = {"content": _contents(parts), "hash_ids": _hash_ids(parts)}
+    for name in COLUMNS:
+        values = [getattr(part, name) for part in parts]
+        given = next((value for value in values if value is not None), None)
+        if name in columns or given is None:
+            continue
+        if isinstance(given, np.ndarray):
+            empty = np.nan if given.dtype.kind == "f" else 0
+            filled = [
+                np.full(len(p), empty, given.dtype) if v is None else v for p, v in zip(parts, values, strict=True)
+            ]
+            columns[name] = np.concatenate(filled)
+        elif isinstance(given, pa.Array):
+            filled = [pa.nulls(len(p), given.type) if v is None else v for p, v in zip(parts, values, strict=True)]
+            columns[name] = pa.concat_arrays(filled)
+        else:
+            filled = [[None] * len(p) if v is None else v for p, v in zip(parts, values, strict=True)]
+            columns[name] = [entry for own in filled for entry in own]
+    return columns
 
 
 def _contents(parts: Sequence[Requests]) -> Int64s:
@@ -298,7 +271,7 @@ def _contents(parts: Sequence[Requests]) -> Int64s:
     return np.concatenate(streams_of_parts).astype(np.int64)
 
 
-def _hash_ids(parts: Sequence[Requests], order: Int64s) -> pa.Array | None:
+def _hash_ids(parts: Sequence[Requests]) -> pa.Array | None:
     """Hash ids, numbered anew so that no two classes have one in common."""
     if all(part.hash_ids is None for part in parts):
         return None
@@ -310,8 +283,7 @@ def _hash_ids(parts: Sequence[Requests], order: Int64s) -> pa.Array | None:
         sizes.append(ids.value_lengths().fill_null(0).to_numpy(zero_copy_only=False))
         valid.append(~ids.is_null().to_numpy(zero_copy_only=False))
         first += len(names)
-    whole = int_lists_of(np.concatenate(flat), np.concatenate(sizes), np.concatenate(valid))
-    return whole.take(pa.array(order))
+    return int_lists_of(np.concatenate(flat), np.concatenate(sizes), np.concatenate(valid))
 
 
 def parse_priorities(text: str) -> dict[str, int]:

@@ -519,17 +519,24 @@ def converted(log: LogFile, line: int, value: Any, kind: Any) -> Any:
         raise InputFileError(log.path, f"is not as its format has it: {problem}", line) from None
 
 
-def read_turn(log: LogFile, line: int, name: str, value: Any) -> float | None:
-    """The number of a turn, None for an empty cell. Raises InputFileError."""
+def read_number(
+    log: LogFile, line: int, what: str, name: str, value: Any, least: float = -sys.float_info.max
+) -> float | None:
+    """A number of at least ``least``, None for an empty cell. Raises InputFileError that says ``what`` it is."""
     if value is None or value == "":
         return None
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
-        raise InputFileError(log.path, f"expected the number of a turn in {name}, found {str(value)[:40]!r}", line)
+    if not (math.isfinite(number) and number >= least):
+        raise InputFileError(log.path, f"expected {what} in {name}, found {str(value)[:40]!r}", line)
     return number
+
+
+def read_turn(log: LogFile, line: int, name: str, value: Any) -> float | None:
+    """The number of a turn, None for an empty cell. Raises InputFileError."""
+    return read_number(log, line, "the number of a turn", name, value)
 
 
 MOST_CLASSES = 100

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -86,12 +85,11 @@ class ImageSettings:
     side: int = setting(448, "height and width of an image", unit="pixels", at_least=8, at_most=8192)
 
 
-_ARRAYS = (
-    "turn", "input_tokens", "output_tokens", "content", "pause_s", "tool_share", "hang_up_s", "thinking_tokens",
-    "priority", "offset_s", "primed_tokens",
+COLUMNS = (
+    "turn", "input_tokens", "output_tokens", "prompt", "hash_ids", "content", "pause_s", "tool_share", "after",
+    "hang_up_s", "thinking_tokens", "lora", "images", "classes", "priority", "offset_s", "primed_tokens",
 )  # fmt: skip
-_LISTS = ("lora", "images", "classes")
-"""Columns of requests with an entry per row, which rows are chosen from and repeated by, whatever they mean."""
+"""Columns of requests with an entry per row, beside their sessions: arrays, Arrow arrays or lists."""
 
 
 @dataclass(frozen=True)
@@ -143,22 +141,17 @@ class Requests:
     def keep(self, mask: npt.NDArray[np.bool_]) -> Requests:
         """Rows where ``mask`` holds; sessions are renumbered."""
         kept_sessions, session = np.unique(self.session[mask], return_inverse=True)
-        chosen = bits(mask)
-        columns: dict[str, Any] = {name: values[mask] for name, values in self._columns(_ARRAYS)}
-        columns |= {name: list(compress(values, mask)) for name, values in self._columns(_LISTS)}
-        return replace(
-            self,
-            session=session.astype(np.int64),
-            prompt=None if self.prompt is None else self.prompt.filter(chosen),
-            hash_ids=None if self.hash_ids is None else self.hash_ids.filter(chosen),
-            arrival_s=None if self.arrival_s is None else self.arrival_s[kept_sessions],
-            after=None if self.after is None else self._after_kept(mask),
-            **columns,
-        )
+        changed: dict[str, Any] = {}
+        if self.arrival_s is not None:
+            changed["arrival_s"] = self.arrival_s[kept_sessions]
+        if self.after is not None:
+            changed["after"] = self._after_kept(mask)
+        return self.taken(np.flatnonzero(mask), session.astype(np.int64), **changed)
 
-    def _columns(self, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-        """Those of the columns that the requests have, by name."""
-        return ((name, values) for name in names if (values := getattr(self, name)) is not None)
+    def taken(self, rows: Int64s, session: Int64s, **changed: Any) -> Requests:
+        """The requests of ``rows``, in this order, as those of ``session``; ``changed``: fields that are not taken."""
+        names = [name for name in COLUMNS if name not in changed and getattr(self, name) is not None]
+        return replace(self, session=session, **{name: _taken(getattr(self, name), rows) for name in names}, **changed)
 
     def _after_kept(self, mask: npt.NDArray[np.bool_]) -> list[Sequence[int] | None]:
         """The turns that each kept row waits for, where a turn that is not kept is replaced by those it waits for."""
@@ -183,17 +176,22 @@ class Requests:
             return replace(self, arrival_s=None)
         content = self.session if self.content is None else self.content
         steps = np.repeat(np.arange(times), len(self))
-        columns: dict[str, Any] = {name: np.tile(values, times) for name, values in self._columns(_ARRAYS)}
-        columns |= {name: list(values) * times for name, values in self._columns(("after", *_LISTS))}
-        columns |= {"content": np.tile(content, times) + steps * (int(content.max(initial=-1)) + 1)}
-        return replace(
-            self,
-            session=np.tile(self.session, times) + steps * self.sessions,
-            prompt=None if self.prompt is None else pa.concat_arrays([self.prompt] * times),
+        return self.taken(
+            np.tile(np.arange(len(self)), times),
+            np.tile(self.session, times) + steps * self.sessions,
+            content=np.tile(content, times) + steps * (int(content.max(initial=-1)) + 1),
             hash_ids=None if self.hash_ids is None else _renewed(self.hash_ids, times),
             arrival_s=None,
-            **columns,
         )
+
+
+def _taken(column: Any, rows: Int64s) -> Any:
+    """The entries of a column of any kind in these rows."""
+    if isinstance(column, np.ndarray):
+        return column[rows]
+    return (
+        column.take(ints(rows, pa.int64())) if isinstance(column, pa.Array) else [column[row] for row in rows.tolist()]
+    )
 
 
 def _renewed(hash_ids: pa.Array, times: int) -> pa.Array:

@@ -20,7 +20,7 @@ from ebbench.errors import UsageError
 from ebbench.foreign.documents import not_positive
 from ebbench.records import CHUNK_TOKENS
 from ebbench.traffic.arrivals import substream
-from ebbench.traffic.lengths import LengthSpec, length_spec
+from ebbench.traffic.lengths import LengthSpec, draw_family, length_spec
 from ebbench.workloads.requests import Floats, Requests
 
 if TYPE_CHECKING:
@@ -67,11 +67,7 @@ class DurationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         if self.family == "fixed":
             return np.full(n, self.mean)
         assert self.std is not None  # checked in __post_init__
-        if self.family == "gamma":
-            shape = (self.mean / self.std) ** 2
-            return rng.gamma(shape, self.mean / shape, n)
-        variance = np.log1p((self.std / self.mean) ** 2)
-        return rng.lognormal(np.log(self.mean) - variance / 2, np.sqrt(variance), n)
+        return draw_family(self.family, self.mean, self.std, rng, n)
 
     @property
     def text(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -19,28 +19,6 @@ from ebbench.records.warnings import RunWarning, warning
 from ebbench.workloads.requests import Int32s
 
 BYTES_PER_TOKEN = 4
-
-
-class TokenCounter(Protocol):
-    """Counts tokens of texts and cuts texts to a number of tokens."""
-
-    @property
-    def description(self) -> str:
-        """The method of counting, for the manifest."""
-        ...
-
-    @property
-    def warnings(self) -> tuple[RunWarning, ...]:
-        """Warnings about the counts, for readers of the results."""
-        ...
-
-    def count(self, texts: Sequence[str]) -> Int32s:
-        """Tokens of each text."""
-        ...
-
-    def cut(self, text: str, tokens: int) -> str:
-        """The first ``tokens`` tokens of ``text``, or all of it."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -79,6 +57,10 @@ class TokenizerCount:
         """The text up to the end of token number ``tokens``."""
         offsets = self.tokenizer.encode(text, add_special_tokens=False).offsets
         return text if len(offsets) <= tokens else text[: offsets[tokens - 1][1]]
+
+
+TokenCounter: TypeAlias = ByteEstimate | TokenizerCount
+"""Counts tokens of texts and cuts texts to a number of tokens; ``description`` and ``warnings`` are of the counts."""
 
 
 def token_counter(tokenizer: str | None) -> TokenCounter:

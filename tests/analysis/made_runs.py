@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 
 from ebbench.devices.base import Device, StepShape
-from ebbench.engines.base import EngineResult, Observer, Progress
-from ebbench.records.plan import ClosedPhase, Plan
+from ebbench.engines.base import EngineResult
+from ebbench.records.plan import ClosedPhase, Observer, Plan, Progress
 from ebbench.records.schema import DECISIONS, PLAN, REQUESTS, STEPS
 from ebbench.records.warnings import RunWarning
 from ebbench.spec.server import EngineOptions

@@ -17,10 +17,9 @@ import pyarrow as pa
 import pytest
 
 from ebbench.client import DriveResult, drive
-from ebbench.client.progress import Snapshot
 from ebbench.errors import UsageError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, LedgerEntry, parse_fault
-from ebbench.records.plan import ClosedPhase
+from ebbench.records.plan import ClosedPhase, Progress
 from ebbench.records.schema import REQUESTS
 from ebbench.spec.client import ClientOptions
 from ebbench.workloads import build_plan
@@ -101,11 +100,11 @@ def test_a_failed_turn_ends_its_session_and_the_rest_is_accounted_for() -> None:
 
 def test_batches_arrive_while_the_run_goes_on_and_add_up() -> None:
     batches: list[pa.Table] = []
-    snapshots: list[Snapshot] = []
+    snapshots: list[Progress] = []
 
     class Watcher:
-        def update(self, snapshot: Snapshot) -> None:
-            snapshots.append(snapshot)
+        def update(self, progress: Progress) -> None:
+            snapshots.append(progress)
 
     faults = (parse_fault("status:code=503,request=3"),)
     with FakeServerProcess(FakeConfig(ttft_ms=100, itl_ms=10, faults=faults)) as server:
@@ -188,7 +187,7 @@ def test_a_worker_that_is_stopped_for_a_while_makes_the_run_invalid() -> None:
 
 def test_a_loop_stalled_by_its_own_process_makes_the_run_invalid() -> None:
     class Slow:
-        def update(self, snapshot: Snapshot) -> None:
+        def update(self, progress: Progress) -> None:
             time.sleep(0.15)
 
     with FakeServerProcess(FakeConfig(ttft_ms=5, itl_ms=10)) as server:
@@ -218,8 +217,8 @@ def test_one_interrupt_drains_and_two_abort(interrupts: int) -> None:
     class Interrupting:
         sent = 0
 
-        def update(self, snapshot: Snapshot) -> None:
-            if snapshot.completed >= 4 and self.sent < interrupts:
+        def update(self, progress: Progress) -> None:
+            if progress.completed >= 4 and self.sent < interrupts:
                 self.sent += 1
                 os.kill(os.getpid(), signal.SIGINT)
 
@@ -247,8 +246,8 @@ def test_an_interrupt_ends_a_session_after_its_running_turn() -> None:
     class Interrupting:
         sent = False
 
-        def update(self, snapshot: Snapshot) -> None:
-            if snapshot.completed >= 2 and not self.sent:
+        def update(self, progress: Progress) -> None:
+            if progress.completed >= 2 and not self.sent:
                 self.sent = True
                 os.kill(os.getpid(), signal.SIGINT)
 

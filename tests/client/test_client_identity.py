@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from ebbench.client.dialects import DIALECTS
+from ebbench.client.load_generator import drive
 from ebbench.client.prefix_cache import MOST_LINES, note_prompts, prompts_key, record_path
 from ebbench.client.response import LONGEST_MODEL, MOST_MODELS, StreamedResponse
 from ebbench.client.verdict import other_models_warning
-from ebbench.engines.endpoint import drive
 from ebbench.records.plan import Plan
 from ebbench.records.warnings import OTHER_MODEL
 from ebbench.spec.client import ClientOptions

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from ebbench.client import drive
-from ebbench.client.progress import Snapshot
 from ebbench.engines.endpoint import EndpointEngine
 from ebbench.engines.setup import unknown_device
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, LedgerEntry
-from ebbench.records.plan import Plan
+from ebbench.records.plan import Plan, Progress
 from ebbench.runs.execute import run_plan
 from ebbench.spec.client import ClientOptions
 from ebbench.spec.server import EngineOptions
@@ -125,8 +124,8 @@ class Acting:
         self.completed, self.act = completed, act
         self.thread: threading.Thread | None = None
 
-    def update(self, snapshot: Snapshot) -> None:
-        if self.thread is None and snapshot.completed >= self.completed:
+    def update(self, progress: Progress) -> None:
+        if self.thread is None and progress.completed >= self.completed:
             self.thread = threading.Thread(target=self.act)
             self.thread.start()
 

@@ -25,7 +25,7 @@ from ebbench.client.nodes import (
     measured_offset,
     this_place,
 )
-from ebbench.client.session_plan import PlanPart, shares, split, whole
+from ebbench.client.session_plan import MachineLoad, PlanPart, shares, split
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import EbbenchError, UsageError
 from ebbench.records.plan import ClosedPhase, Plan
@@ -34,7 +34,10 @@ from tests.client.client_runs import plan_of
 
 
 def part_of(plan: Plan, dropped: frozenset[int] = frozenset()) -> PlanPart:
-    return whole(plan.table, plan.phases, plan.max_concurrency, dropped, 100)
+    load = MachineLoad(
+        ServerUrl.parse("http://10.0.0.9"), "m", ClientOptions(), "x-", plan.phases, plan.max_concurrency, dropped, 100
+    )
+    return PlanPart(np.arange(len(plan)), plan.table, load)
 
 
 @st.composite
@@ -58,7 +61,7 @@ def test_every_session_is_in_one_part_with_all_its_turns(asked: tuple[PlanPart, 
     plan, machines = asked
     parts = split(plan, machines)
     assert sorted(np.concatenate([part.rows for part in parts]).tolist()) == list(range(len(plan.rows)))
-    assert {int(part.rows[row]) for part in parts for row in part.dropped} == plan.dropped
+    assert {int(part.rows[row]) for part in parts for row in part.load.dropped} == plan.load.dropped
     seen: set[int] = set()
     for part in parts:
         assert part.table.equals(plan.table.take(part.rows))
@@ -69,14 +72,14 @@ def test_every_session_is_in_one_part_with_all_its_turns(asked: tuple[PlanPart, 
         released = [int(part.rows[row]) for row in part.sessions.rows]
         position = {row: place for place, row in enumerate(plan.sessions.rows)}
         assert [position[row] for row in released] == sorted(position[row] for row in released)
-    for number, phase in enumerate(plan.phases):
-        assert sum(part.phases[number].max_concurrency for part in parts) == phase.max_concurrency
-        assert sum(part.phases[number].sessions for part in parts) == phase.sessions
+    for number, phase in enumerate(plan.load.phases):
+        assert sum(part.load.phases[number].max_concurrency for part in parts) == phase.max_concurrency
+        assert sum(part.load.phases[number].sessions for part in parts) == phase.sessions
         for part in parts:  # each machine's share of the sessions is its share of the slots, to less than a session
-            due = phase.sessions * part.phases[number].max_concurrency / phase.max_concurrency
-            assert abs(part.phases[number].sessions - due) < machines
-    if plan.max_concurrency is not None:
-        assert sum(part.max_concurrency or 0 for part in parts) == plan.max_concurrency
+            due = phase.sessions * part.load.phases[number].max_concurrency / phase.max_concurrency
+            assert abs(part.load.phases[number].sessions - due) < machines
+    if plan.load.max_concurrency is not None:
+        assert sum(part.load.max_concurrency or 0 for part in parts) == plan.load.max_concurrency
 
 
 @given(st.integers(1, 500), st.integers(1, 40))
@@ -160,7 +163,7 @@ def sending(plan: Plan, machines: int = 2) -> NodeSenders:
     found = [Sending(one, part) for one, part in zip(nodes, parts, strict=True)]
     for one in found:
         one.before, one.after = ClockOffset(5, 2_000_000), ClockOffset(4_000_005, 2_000_000)
-    return NodeSenders(found, ServerUrl.parse("http://10.0.0.9"), "m", ClientOptions(), "x-", {})
+    return NodeSenders(found, {})
 
 
 def test_clocks_that_agree_worse_than_the_lag_limit_make_the_run_invalid() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbench.analysis.summary import Drafted
+from ebbench.client.load_generator import drive
 from ebbench.client.prefix_cache import drafts, hit_rate, repeated_share, unplanned_hits
-from ebbench.engines.endpoint import drive
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, parse_fault
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN, SERVER_METRICS

@@ -15,9 +15,8 @@ import pytest
 
 from ebbench.client import drive
 from ebbench.client.bodies import RequestBodies, Turn
-from ebbench.client.progress import Snapshot
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, LedgerEntry, parse_fault
-from ebbench.records.plan import Plan
+from ebbench.records.plan import Plan, Progress
 from ebbench.records.schema import PLAN_EXTRAS
 from ebbench.spec.client import ClientOptions
 from tests.client.client_runs import column, plan_of, run
@@ -148,8 +147,8 @@ def test_ctrl_c_ends_a_pause_at_once() -> None:
     class Interrupting:
         sent = False
 
-        def update(self, snapshot: Snapshot) -> None:
-            if snapshot.completed >= 1 and not self.sent:
+        def update(self, progress: Progress) -> None:
+            if progress.completed >= 1 and not self.sent:
                 self.sent = True
                 os.kill(os.getpid(), signal.SIGINT)
 

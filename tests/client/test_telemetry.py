@@ -18,9 +18,9 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from ebbench.client import drive
-from ebbench.client.progress import Snapshot
 from ebbench.errors import RunError, UsageError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, parse_fault
+from ebbench.records.plan import Progress
 from ebbench.spec.client import ClientOptions
 from tests.client.client_runs import plan_of, run
 
@@ -52,9 +52,9 @@ def test_the_page_counts_what_has_ended_so_far() -> None:
     port, seen = free_port(), dict[str, Any]()
 
     class Reader:
-        def update(self, snapshot: Snapshot) -> None:
-            if snapshot.completed >= 8:
-                seen.update(page(port), completed=snapshot)
+        def update(self, progress: Progress) -> None:
+            if progress.completed >= 8:
+                seen.update(page(port), completed=progress)
 
     with FakeServerProcess(replace(QUICK, faults=(parse_fault("status:request=3,code=500"),))) as server:
         options = ClientOptions(workers=1, metrics_interval_s=None, metrics_port=port)
@@ -64,7 +64,7 @@ def test_the_page_counts_what_has_ended_so_far() -> None:
     assert seen["ebbench_requests_total/failed"].value == 1
     assert seen["ebbench_output_tokens_total"].value == 6 * snapshot.completed
     assert seen["ebbench_ttft_seconds_count"].value == snapshot.completed
-    assert seen["ebbench_open_requests"].value == snapshot.open_requests
+    assert seen["ebbench_open_requests"].value == snapshot.running
     with pytest.raises(OSError, match="refused"):
         page(port)  # the page ends with the run
 
@@ -81,7 +81,7 @@ def test_the_dashboard_asks_only_for_metrics_of_the_page() -> None:
     port, names = free_port(), set[str]()
 
     class Reader:
-        def update(self, snapshot: Snapshot) -> None:
+        def update(self, progress: Progress) -> None:
             names.update(page(port))
 
     with FakeServerProcess(QUICK) as server:

@@ -35,7 +35,7 @@ def test_the_package_gives_what_callers_of_the_load_generator_need() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_worker_has_the_scheduling_and_the_room_for_files_that_prompt_times_need(workers: int) -> None:
+def test_a_worker_has_what_prompt_times_need_and_its_parent_waits(workers: int) -> None:
     """Its parent waits for others meanwhile; a program that imports ebbench is left as it is."""
     seen: list[dict[int, tuple[str, int]]] = []
 

@@ -63,8 +63,7 @@ def check_everything_is_free(loop: EventLoop) -> None:
         assert [store.held for store in fabric.stores] == [{}] * len(fabric.stores)
         assert [store.held_bytes for store in fabric.stores] == [0] * len(fabric.stores)
         assert not any(fabric.moving(row) for row in range(loop.front.state.count))
-        assert loop._decode_pool is not None
-        assert not loop._decode_pool.unit_of
+        assert not loop.handover.unit_of
 
 
 POOLS: dict[str, dict[str, Any]] = {

@@ -114,25 +114,19 @@ def test_every_fault_has_a_description() -> None:
     assert all(text and not text.endswith(".") for text in KINDS.values())
 
 
-class Late:
-    """An item of the wheel that is due at once and never again."""
-
-    def __init__(self, acted: list[int]) -> None:
-        self._acted = acted
-
-    def act(self) -> int:
-        self._acted.append(1)
-        return 0
-
-
 def test_requests_are_read_between_items_that_are_late() -> None:
     async def main() -> list[int]:
         loop, acted, seen = asyncio.get_running_loop(), list[int](), list[int]()
         ours, theirs = socket.socketpair()
         theirs.send(b"a request")
         wheel, now_ns = TimerWheel(loop), time.monotonic_ns()
+
+        def act() -> int:
+            acted.append(1)
+            return 0
+
         for place in range(1000):
-            wheel.enter(Late(acted), now_ns - place * TICK_NS)
+            wheel.enter(act, now_ns - place * TICK_NS)
         loop.add_reader(ours, lambda: seen.append(len(acted)))
         while len(acted) < 1000:
             await asyncio.sleep(0)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.engines.base import Progress
 from ebbench.engines.vllm import startup_progress
+from ebbench.records.plan import Progress
 from ebbench.render import live
 from ebbench.render.documents import Console
 from ebbench.render.live import Work, in_words, reporter, shown, time_left_s

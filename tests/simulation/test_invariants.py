@@ -17,7 +17,7 @@ from ebbench.simulation.kv import CachingKv, CountingKv, StreamKv
 from ebbench.simulation.loop import EventLoop, Stage
 from ebbench.simulation.scheduler import Scheduler
 from ebbench.simulation.state import RequestState
-from ebbench.simulation.step import SchedulerLimits, StepLog
+from ebbench.simulation.step import StepLog
 from ebbench.spec.server import EngineOptions
 from tests.simulation.worlds import MARGINAL, World, device, plan, worlds
 
@@ -81,10 +81,7 @@ def test_s3_kv_blocks_are_conserved(world: World) -> None:
     assert blocks is not None
     state = RequestState(world.plan)
     kv = CachingKv(state, blocks, world.options.block_size)
-    limits = SchedulerLimits(
-        world.options.max_num_seqs, world.options.max_num_batched_tokens, world.options.block_size, 0, True
-    )
-    scheduler = Scheduler(state, limits, kv)
+    scheduler = Scheduler(state, world.options, kv)
     engine = EngineLoop([Unit.of(0, scheduler, None)], device().cost, StepLog())
     EventLoop(world.plan, Stage(state, [engine], [FrontEnd.of(world.options, None, 1, state)])).run()
     assert kv.free == kv.total

@@ -12,15 +12,16 @@ from ebbench.records.plan import ClosedPhase
 from ebbench.simulation.engine import EngineLoop, OpenGate, StepTimer, Unit
 from ebbench.simulation.kv import CountingKv
 from ebbench.simulation.releases import Releases
-from ebbench.simulation.scheduler import Scheduler
+from ebbench.simulation.scheduler import Scheduler, SchedulerListener
 from ebbench.simulation.state import RequestState
-from ebbench.simulation.step import SchedulerLimits, Step, StepLog
+from ebbench.simulation.step import Step, StepLog
+from ebbench.spec.server import EngineOptions
 from tests.simulation.worlds import plan
 
 MS = 1_000_000
 
 
-class Heard:
+class Heard(SchedulerListener):
     """Records the scheduler's calls about admitted and finished requests."""
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ def scheduler(
     lengths: list[tuple[int, int]], blocks: int = 100, budget: int = 32, *, keep_finished: bool = False
 ) -> Scheduler:
     state = RequestState(plan(lengths, concurrency=8))
-    limits = SchedulerLimits(4, budget, 16, 0, async_scheduling=False)
+    limits = EngineOptions(max_num_seqs=4, max_num_batched_tokens=budget, async_scheduling=False)
     return Scheduler(state, limits, CountingKv(state, blocks, caching=False), keep_finished=keep_finished)
 
 
@@ -146,7 +147,7 @@ def test_a_device_runs_one_step_after_the_other() -> None:
 
 def test_units_in_lockstep_take_as_long_as_the_slowest() -> None:
     state = RequestState(plan([(3, 1), (7, 1)], concurrency=8))
-    limits = SchedulerLimits(4, 32, 16, 0, async_scheduling=False)
+    limits = EngineOptions(max_num_seqs=4, max_num_batched_tokens=32, async_scheduling=False)
     units = [Unit.of(i, Scheduler(state, limits, CountingKv(state, 10, caching=False)), None) for i in range(3)]
     log = StepLog()
     engine = EngineLoop(units, TenPerToken(), log)
@@ -155,7 +156,7 @@ def test_units_in_lockstep_take_as_long_as_the_slowest() -> None:
     assert engine.wake(0) == (70 * MS, [])
     assert engine.wake(70 * MS) == (70 * MS, [0, 1])
     assert engine.wake(70 * MS) == (None, [])
-    made = log.table(pa.array(["a", "b"]), 10).to_pylist()
+    made = log.parts(pa.array(["a", "b"]), 10).table().to_pylist()
     assert [(one["instance"], one["start_ns"], one["end_ns"]) for one in made] == [(0, 0, 70 * MS), (2, 0, 70 * MS)]
     assert engine.idle
     assert np.array_equal(state.token_ns, [70 * MS, 70 * MS])

@@ -11,7 +11,8 @@ from ebbench.simulation.engine import PolicyGate
 from ebbench.simulation.kv import CountingKv
 from ebbench.simulation.scheduler import Scheduler
 from ebbench.simulation.state import RequestState
-from ebbench.simulation.step import SchedulerLimits, Step
+from ebbench.simulation.step import Step
+from ebbench.spec.server import EngineOptions
 from tests.simulation.worlds import plan
 from vllm_eb.controller import Controller
 from vllm_eb.queueing import Places
@@ -84,7 +85,7 @@ class Table:
         self, policy: Scripted, lengths: list[tuple[int, int]], *, blocks: int = 100, budget: int = 64, seqs: int = 8
     ) -> None:
         state = RequestState(plan(lengths, concurrency=8))
-        limits = SchedulerLimits(seqs, budget, 16, 0, async_scheduling=False)
+        limits = EngineOptions(max_num_seqs=seqs, max_num_batched_tokens=budget, async_scheduling=False)
         self.scheduler = Scheduler(state, limits, CountingKv(state, blocks, caching=False))
         self.gate = PolicyGate(self.scheduler, cast(Controller, policy))
         self.now_ns = 0

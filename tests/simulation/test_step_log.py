@@ -94,7 +94,7 @@ def test_steps_by_time_are_sorted_and_equal_times_keep_their_order(times_ns: lis
         log = StepLog()
         for place, time_ns in enumerate(times_ns):
             log.step(0, Step(time_ns, running=place))
-    table = log.table(pa.array([], pa.string()), 1, by_time=True)
+    table = log.parts(pa.array([], pa.string()), 1, by_time=True).table()
     expected = sorted(enumerate(times_ns), key=lambda item: item[1])
     assert table["running"].to_pylist() == [place for place, _ in expected]
     assert table["scheduled_ns"].to_pylist() == [time_ns for _, time_ns in expected]
@@ -107,7 +107,7 @@ def test_only_steps_out_of_order_are_copied_to_sort_them() -> None:
         log = StepLog()
         for time_ns in (*range(17), 20, 18, 19):
             log.step(0, Step(time_ns))
-    times_ns = log.table(pa.array([], pa.string()), 1, by_time=True)["scheduled_ns"]
+    times_ns = log.parts(pa.array([], pa.string()), 1, by_time=True).table()["scheduled_ns"]
     assert times_ns.to_pylist() == [*range(17), 18, 19, 20]
     assert [len(chunk) for chunk in times_ns.chunks if len(chunk)] == [4, 4, 4, 4, 1, 3]
 
@@ -122,6 +122,6 @@ def test_folded_steps_take_a_small_part_of_their_size() -> None:
     plain_bytes = 2 * 4 * running * FOLD
     assert part.stream.size < plain_bytes / 10
     names = pa.array([f"r{row}" for row in range(FOLD)])
-    table = log.table(names, 1)
+    table = log.parts(names, 1).table()
     assert table["request_ids"][25].as_py() == [f"r{row}" for row in range(1, running + 1)]
     assert len(log) == 0

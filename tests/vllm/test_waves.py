@@ -13,7 +13,8 @@ from ebbench.simulation.engine import EngineLoop, Unit
 from ebbench.simulation.kv import CountingKv
 from ebbench.simulation.scheduler import Scheduler
 from ebbench.simulation.state import RequestState
-from ebbench.simulation.step import SchedulerLimits, StepLog
+from ebbench.simulation.step import StepLog
+from ebbench.spec.server import EngineOptions
 from tests.simulation.worlds import plan
 from tests.vllm.core_engine import POLICIES, Engine
 from tests.vllm.emulation import CALIBRATION, TestCost
@@ -131,7 +132,7 @@ def test_ranks_in_lockstep_make_the_steps_of_the_simulator(
 def simulated_passes(policy: str, lengths: list[tuple[int, int]], interval: int) -> list[list[tuple[int, int]]]:
     """Prompt tokens and decodes of every pass of two simulated ranks, which got every other request at the start."""
     state = RequestState(plan(lengths, concurrency=len(lengths)))
-    limits = SchedulerLimits(SEQS, BUDGET, 4, 0, async_scheduling=False)
+    limits = EngineOptions(max_num_seqs=SEQS, max_num_batched_tokens=BUDGET, block_size=4, async_scheduling=False)
     log, units = StepLog(), []
     for rank in range(2):
         controller = Controller(
@@ -144,7 +145,7 @@ def simulated_passes(policy: str, lengths: list[tuple[int, int]], interval: int)
     engine, now_ns = EngineLoop(units, TestCost(), log), 0
     while (again_ns := engine.wake(now_ns)[0]) is not None:
         now_ns = again_ns
-    steps = log.table(pa.array([str(row) for row in range(len(lengths))]), PLENTY).to_pylist()
+    steps = log.parts(pa.array([str(row) for row in range(len(lengths))]), PLENTY).table().to_pylist()
     numbers = {start: number for number, start in enumerate(sorted({step["start_ns"] for step in steps}))}
     passes = [[(0, 0)] * len(numbers) for _ in units]
     for step in steps:

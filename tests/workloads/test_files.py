@@ -56,14 +56,6 @@ def test_lines_read_the_same_however_they_are_cut(records: list[dict[str, Any]],
     assert [record.line for record in found] == [1 + step * i for i in range(len(records))]
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6), st.data())
-def test_a_character_cut_at_the_end_of_a_part_is_found(text: str, data: st.DataObject) -> None:
-    content = text.encode()
-    at = data.draw(st.integers(1, len(content)))
-    complete = content[:at].decode(errors="ignore").encode()
-    assert files._cut_character(content[:at]) == at - len(complete)
-
-
 def test_array_records_know_their_line() -> None:
     content = json.dumps([{"a": 1}, {"a": 2}], indent=1).encode()
     assert [(record.line, record.number) for record in read_json(io.BytesIO(content), "x")] == [(2, 1), (5, 2)]

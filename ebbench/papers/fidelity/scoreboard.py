@@ -12,7 +12,7 @@ from statistics import median
 
 import numpy as np
 
-from ebbench.devices.profiles import find_model
+from ebbench.devices.profiles import find_model, list_models
 from ebbench.papers.fidelity.cases_servers import TTFT_NOTE
 from ebbench.papers.fidelity.scores import GAP, SCHEDULERS, THROUGHPUT, PublishedFigure, comparisons
 from ebbench.records import files
@@ -143,7 +143,7 @@ def audited(cells: Iterable[PublishedFigure]) -> list[Audited]:
 
 def _audit(cell: PublishedFigure, figure: str) -> Audited:
     said = {code: SEEN[code][figure] for code in cell.caveats if figure in SEEN.get(code, {})}
-    mixture = find_model(cell.model).experts > 0
+    mixture = cell.model in list_models() and find_model(cell.model).experts > 0
     promised, error = OF_MIXTURES.get(figure, PROMISED[figure]) if mixture else PROMISED[figure], cell.error
     low, high = min([0.0, *(low for low, _ in said.values())]), max([0.0, *(high for _, high in said.values())])
     if not low - promised <= error <= high + promised:
