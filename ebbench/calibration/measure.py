@@ -28,7 +28,7 @@ from ebbench.engines import machine
 from ebbench.engines.base import Engine
 from ebbench.errors import DataError, InputFileError, UsageError
 from ebbench.foreign.documents import read_object
-from ebbench.records.plan import ClosedPhase, Observer, Plan
+from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import PLAN
 from ebbench.spec.commands import GridCommand
 from ebbench.spec.server import EngineOptions
