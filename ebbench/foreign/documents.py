@@ -186,20 +186,22 @@ ROWS = 50_000_000
 CELL_CHARACTERS = 16 << 20
 """Longest cell and longest line of a CSV file. The csv module's own limit is 131,072 characters, less than a prompt."""
 _BATCH_ROWS, _WIDE_BATCH_ROWS = 16_384, 512
+_SEPARATORS = ",;\t|"
 
 csv.field_size_limit(CELL_CHARACTERS)
 
 
 def csv_rows(path: Path, text: IO[str]) -> Iterator[tuple[int, list[str]]]:
-    """Rows of a table, the header first, with the number of their last line. Empty rows are left out.
+    """Rows of a table, the header first, with the number of their last line. Empty rows are left out, and remarks
+    above the header: lines that begin with ``#`` and hold no separator.
 
     The separator is that of ``,``, ``;``, ``|`` and tab which is most frequent in the header. Raises InputFileError.
     """
     lines = _bounded(path, text)
     header, above = "", 0
-    while not header.strip():
+    while not header.strip() or (header.startswith("#") and not any(map(header.count, _SEPARATORS))):
         header, above = next(lines, "\0"), above + 1
-    separator = max(",;\t|", key=header.count)
+    separator = max(_SEPARATORS, key=header.count)
     if header.count(separator) >= COLUMNS:
         raise InputFileError(path, f"has more than {COLUMNS:,} columns; keep those of times and token counts", above)
     names = [name.strip() for name in next(csv.reader([header], delimiter=separator))]

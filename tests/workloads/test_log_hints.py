@@ -207,3 +207,11 @@ def test_cached_tokens_are_reported_and_what_a_replay_shares_is_said(tmp_path: P
     silent = read_trace(path, "cached=-")
     assert "cached_share" not in describe_log(silent, None)
     assert not any("cached" in warning for warning in map(str, silent.requests.warnings))
+
+
+@pytest.mark.parametrize("remarks", ["# exported 2026-11-01\n", "# exported\n\n#\n"])
+def test_remarks_above_the_header_are_no_header(remarks: str, tmp_path: Path) -> None:
+    log = tmp_path / "remarks.csv"
+    log.write_text(f"{remarks}#time,input_tokens,output_tokens\n1.5,10,20\n2.5,30,40\n")
+    plan = build_plan(f"log:{log}", columns="time=#time").table
+    assert plan["input_tokens"].to_pylist() == [10, 30]
