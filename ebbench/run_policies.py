@@ -308,10 +308,10 @@ def _run_one(series: Series, output: Output, ready: Prepared, messages: Console,
             if error.run is not None:
                 done.results.append(result_of(error.run))  # shown although it could not be stored
             raise
-        _take_up(series, output, stored, done)
+        _take_up(output, stored, done)
 
 
-def _take_up(series: Series, output: Output, stored: Executed, done: MadeRuns) -> None:
+def _take_up(output: Output, stored: Executed, done: MadeRuns) -> None:
     """Keep a stored run in ``done``, and export it if that was asked for."""
     run = stored.run
     result = result_of(run, summary=stored.summary)

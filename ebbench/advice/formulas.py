@@ -13,11 +13,12 @@ from functools import wraps
 from pathlib import Path
 from typing import ParamSpec
 
+from msgspec import convert
 from rich.table import Table
 
 from ebbench.devices.loader import load_device
 from ebbench.errors import InputFileError, UsageError
-from ebbench.foreign.documents import read_text
+from ebbench.foreign.documents import read_text, read_toml
 from ebbench.render.documents import Console
 from vllm_eb import theory
 from vllm_eb.calibration import Calibration, CalibrationError, MixedCost, calibration_from_json
@@ -27,38 +28,6 @@ Value = float | int | bool | str | None
 P = ParamSpec("P")
 
 _LARGEST_CHAIN = 16_384  # time grows with the square; some seconds at this size
-
-MEANING: Mapping[str, str] = {
-    "theta0": "optimal threshold at constant hazard, share of N",
-    "zeta": "-ln(1 - theta0)",
-    "delta_theta": "shift for the increasing hazard",
-    "theta_star": "optimal threshold, share of N",
-    "k_star": "switch to prefill when this many slots are idle",
-    "slot_tokens": "D, expected KV tokens per slot at the start of decoding",
-    "n_star": "memory-safe batch by the chosen formula",
-    "n_code": "memory-safe batch as in the authors' code",
-    "n_paper": "memory-safe batch as in the paper (eq. 6)",
-    "n_peak": "batch whose expected peak fits",
-    "n_static": "batch that fits at the start of decoding",
-    "r": "decode share of the tokens",
-    "beta_mb": "mixed batch, s/token (none: not measured)",
-    "beta_eb": "exclusive batches, weighted, s/token",
-    "lhs": "cost of co-location, s/token",
-    "rhs": "what mixed batching saves in fixed costs, s/token",
-    "margin": "priority margin, s/token",
-    "eb_wins": "lhs > rhs + margin",
-    "eb_throughput": "exclusive batches at theta0, requests/s",
-    "mb_throughput": "mixed batches, requests/s",
-    "throughput": "at k_star, requests/s",
-    "e_n1": "decode iterations of a cycle at k_star",
-    "e_x_s": "requests still decoding at the switch, at k_star",
-    "throughput_k1": "when refilling after every departure, requests/s",
-    "gain": "throughput over throughput_k1, less one",
-    "k_star_approximation": "best K of the paper's approximation",
-    "throughput_approximation": "the approximation's throughput there, requests/s (none: no bound)",
-    "k": "the given threshold",
-    "throughput_k": "at that threshold, requests/s",
-}
 
 
 def _usage_errors(formula: Callable[P, dict[str, Value]]) -> Callable[P, dict[str, Value]]:
@@ -197,9 +166,10 @@ def show(title: str, values: Mapping[str, Value], as_json: bool) -> None:
     if as_json:
         print(json.dumps(values, allow_nan=False))
         return
+    meaning = convert(read_toml(Path(__file__).with_name("formulas.toml")), dict[str, str])
     rows = Table("symbol", "value", "meaning", title=title, title_justify="left")
     for name, value in values.items():
-        rows.add_row(name, _text(value), MEANING[name])
+        rows.add_row(name, _text(value), meaning[name])
     Console().print(rows)
 
 

@@ -19,7 +19,6 @@ from typing import Any, Literal, TypeVar
 from ebbench.analysis.environment import differing_names, usual_options
 from ebbench.analysis.explain import Explanation, explain
 from ebbench.analysis.metrics import Metrics, Slo
-from ebbench.analysis.statistics import anytime_p_two_sided, confidence_sequence, holm, sign_flip_p
 from ebbench.analysis.summary import Summary, summarise, summarise_phases
 from ebbench.records.run import Run
 
@@ -472,6 +471,8 @@ def two_sided_p(logs: Sequence[float], *, sequential: bool = False) -> float | N
     """
     if len(logs) < 2:
         return None
+    from ebbench.analysis.statistics import anytime_p_two_sided, sign_flip_p
+
     if sequential:
         return anytime_p_two_sided(logs)
     return min(1.0, 2 * min(sign_flip_p(logs), sign_flip_p([-value for value in logs])))
@@ -479,6 +480,8 @@ def two_sided_p(logs: Sequence[float], *, sequential: bool = False) -> float | N
 
 def adjusted(tests: Mapping[Name, Sequence[float]], *, sequential: bool = False) -> dict[Name, float]:
     """Holm-adjusted two-sided p-values of the log ratios of each test; tests with a single pair are left out."""
+    from ebbench.analysis.statistics import holm
+
     p_values = {name: p for name, logs in tests.items() if (p := two_sided_p(logs, sequential=sequential)) is not None}
     return dict(zip(p_values, holm(list(p_values.values())), strict=True))
 
@@ -545,6 +548,8 @@ def stop_reason_of(groups: Sequence[Group], group: Group) -> StopReason:
     p = p_value(groups, group.policy, figure)
     if p is not None and p <= ALPHA:
         return "shown"
+    from ebbench.analysis.statistics import confidence_sequence
+
     bounds = confidence_sequence(logs, 1 - ALPHA / (len(groups) - 1))
     return "equal" if -math.log1p(TIE) < bounds.low and bounds.high < math.log1p(TIE) else ""
 

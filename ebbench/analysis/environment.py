@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from ebbench.config.declare import declared_in
 from ebbench.errors import UnknownNameError
-from ebbench.records.manifest import Manifest, PhaseFact
+from ebbench.records.manifest import Manifest
+from ebbench.records.plan import ClosedPhase
 from ebbench.records.warnings import ESTIMATED
 from ebbench.spec.server import AUTO, OFF, EngineOptions
 from vllm_eb.policy import PolicyError, parse_policy, settings_in_effect
@@ -41,7 +42,7 @@ class LoadFacts:
     speed: float | None = None
     ramp_up_s: float | None = None
     max_concurrency: int | None = None
-    phases: tuple[PhaseFact, ...] = ()
+    phases: tuple[ClosedPhase, ...] = ()
     rates: tuple[tuple[str, float], ...] = ()
     lengths: str = ""
     replayed: bool = False

@@ -43,7 +43,7 @@ import pyarrow as pa
 from ebbench.analysis.columns import MISSING, STATUSES, Ints, Mask, RequestColumns
 from ebbench.config.declare import named_settings, setting, settings_of, split_all_pairs
 from ebbench.errors import UsageError
-from ebbench.records.manifest import PhaseFact
+from ebbench.records.plan import ClosedPhase
 from ebbench.records.schema import ABANDONED
 
 LEVEL = 0.95
@@ -86,7 +86,7 @@ class _OpenSessions:
         return max(int(self.time[first]), start), min(int(until[last]), end)
 
 
-def steady_windows(columns: RequestColumns, phases: Sequence[PhaseFact]) -> tuple[Window, ...]:
+def steady_windows(columns: RequestColumns, phases: Sequence[ClosedPhase]) -> tuple[Window, ...]:
     """Windows in time order, at most one per phase; none if the load was never reached. No ``phases``: open loop."""
     started = columns.intended != MISSING
     if not started.any():

@@ -72,14 +72,8 @@ class Tool:
     steps: bool = False
 
 
-@dataclass(frozen=True)
-class ToolFigures:
-    """The figures of a run by one tool's definitions; None where it has none. Latencies in ms, rates per second."""
-
-    tool: str
-    version: str
-    source: str
-    figures: Mapping[str, float | None]
+Figures = Mapping[str, float | None]
+"""The figures of a run by one tool's definitions; None where it has none. Latencies in ms, rates per second."""
 
 
 def _per_token(span: Ints, tokens: Ints) -> Floats:
@@ -168,14 +162,11 @@ def chosen_tools(text: str) -> tuple[Tool, ...]:
     return tuple(TOOLS[name] for name in dict.fromkeys(names))
 
 
-def figures_as(columns: RequestColumns, slo: Slo, tools: Iterable[Tool]) -> list[ToolFigures]:
-    """The figures of a run's requests by the definitions of ``tools``; all None if no answer has a token."""
+def figures_as(columns: RequestColumns, slo: Slo, tools: Iterable[Tool]) -> dict[str, Figures]:
+    """The figures of a run's requests by the definitions of ``tools``; empty if no answer has a token."""
     generated = columns.generated
     answers = _answers(columns, generated) if generated.any() else None
-    return [
-        ToolFigures(tool.name, tool.version, tool.source, {} if answers is None else _figures(answers, slo, tool))
-        for tool in tools
-    ]
+    return {tool.name: {} if answers is None else _figures(answers, slo, tool) for tool in tools}
 
 
 def _answers(columns: RequestColumns, rows: Mask) -> Answers:
@@ -238,14 +229,14 @@ class RunAs:
     run_dir: str
     policy: str
     seed: int
-    own: Mapping[str, float | None]
-    tools: tuple[ToolFigures, ...]
+    own: Figures
+    tools: Mapping[str, Figures]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: figures by tool, ebbench's first."""
         by_tool = {
-            counted.tool: {"version": counted.version, "source": counted.source, **counted.figures}
-            for counted in self.tools
+            name: {"version": TOOLS[name].version, "source": TOOLS[name].source, **figures}
+            for name, figures in self.tools.items()
         }
         identity = {"run_dir": self.run_dir, "policy": self.policy, "seed": self.seed}
         return {**identity, "figures": {"ebbench": dict(self.own), **by_tool}}
@@ -268,4 +259,4 @@ def read_as(run: Run, tools: Sequence[Tool], slo: Slo | None = None) -> RunAs:
         own[f"p99_{name}_ms"] = distribution.estimate("p99")  # also of few samples, as tools do
     for name in ("output_throughput", "request_throughput", "request_goodput", "duration_s"):
         own[name] = getattr(summary.metrics, name)
-    return RunAs(str(run.path), summary.policy, summary.seed, own, tuple(readings))
+    return RunAs(str(run.path), summary.policy, summary.seed, own, readings)

@@ -28,7 +28,7 @@ from ebbench.engines import machine
 from ebbench.engines.base import Engine
 from ebbench.errors import DataError, InputFileError, UsageError
 from ebbench.foreign.documents import read_object
-from ebbench.records.plan import ClosedPhase, Observer, Plan
+from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import PLAN
 from ebbench.spec.commands import GridCommand
 from ebbench.spec.server import EngineOptions
@@ -145,12 +145,10 @@ class MeasuredCosts:
     start_s: float = 0.0
 
 
-def calibrate(
-    engine: Engine, device: Device, grid: ProbeGrid, source: str, observer: Observer | None = None
-) -> MeasuredCosts:
+def calibrate(engine: Engine, device: Device, grid: ProbeGrid, source: str) -> MeasuredCosts:
     """Run the probes and fit. Raises DataError if the engine recorded too few steps of a shape."""
     plan, shapes = probe_plan(grid)
-    result = engine.run(plan, parse_policy("v1"), device, grid.options, observer).uninterrupted()
+    result = engine.run(plan, parse_policy("v1"), device, grid.options, None).uninterrupted()
     seconds = step_medians(result.steps, shapes)
     return fit(cost_grid(grid, seconds), source, grid.points)
 

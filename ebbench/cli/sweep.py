@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,9 +15,7 @@ from ebbench.spec.commands import RunSettings
 from ebbench.spec.run import OF_LABELS
 
 if TYPE_CHECKING:
-    from ebbench.spec.run import RunSpec
-    from ebbench.sweep.drive import Result
-    from ebbench.sweep.spec import Sweep
+    from rich.console import RenderableType
 
 
 _METRIC = (
@@ -78,34 +75,23 @@ def sweep(
     if dry_run and fresh:
         raise UsageError("--dry-run changes nothing, so leave out --fresh")
     if dry_run:
-        _show_cells(grid, missing(grid, store), as_json=as_json)
+        todo = missing(grid, store)
+        _print(show.dry_run_json(grid, todo) if as_json else show.dry_run(grid, todo))
         return
     chosen = sweep_pool(grid, workers, executor, ray_address, gpus_per_cell)
     if fresh and (kept := store.set_aside()) is not None:
         typer.echo(f"earlier results: {kept}", err=True)
     with shown(Console(stderr=True, highlight=False), Work("sweep", unit="cells"), quiet=quiet) as work:
         result = run_sweep(grid, store, chosen, spec=spec.read_bytes(), work=work)
-    _show_result(result, grid, metric, as_json=as_json)
+    found = show.findings(result.finished, grid.axes, metric)
+    _print(show.to_json(result, found, metric) if as_json else show.console_report(result, found, metric))
     require_finished(grid, store, result)
 
 
-def _show_cells(grid: Sweep, todo: Sequence[RunSpec], *, as_json: bool) -> None:
-    """The grid and the cells left to run."""
+def _print(shown: dict[str, Any] | RenderableType) -> None:
     from ebbench.render.documents import Console
-    from ebbench.sweep import show
 
-    if as_json:
-        sys.stdout.write(json.dumps(show.dry_run_json(grid, todo), indent=2) + "\n")
+    if isinstance(shown, dict):
+        sys.stdout.write(json.dumps(shown, indent=2, allow_nan=False) + "\n")
     else:
-        Console(highlight=False).print(show.dry_run(grid, todo))
-
-
-def _show_result(result: Result, grid: Sweep, metric: str, *, as_json: bool) -> None:
-    from ebbench.render.documents import Console
-    from ebbench.sweep import show
-
-    findings = show.findings(result.finished, grid.axes, metric)
-    if as_json:
-        sys.stdout.write(json.dumps(show.to_json(result, findings, metric), indent=2, allow_nan=False) + "\n")
-    else:
-        Console(highlight=False).print(show.console_report(result, findings, metric))
+        Console(highlight=False).print(shown)

@@ -19,7 +19,7 @@ import pyarrow as pa
 import ebbench
 from ebbench.errors import DataError
 from ebbench.foreign.documents import BadValueError, json_value, visible
-from ebbench.records.plan import Plan
+from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.records.warnings import RunWarning, stored_warning
 
@@ -30,14 +30,6 @@ LIMITS = ("ttft", "tpot", "e2el", "ttfat")
 """The latencies that ``slo`` may limit, of all requests or as ``class:latency`` of a class."""
 
 Clock = Literal["virtual", "real"]
-
-
-class PhaseFact(msgspec.Struct, frozen=True):
-    """A closed-loop phase of the plan: sessions released while fewer than ``max_concurrency`` are open."""
-
-    name: str
-    sessions: int
-    max_concurrency: int
 
 
 _NAMES = ("workload", "scenario", "source", "policy", "engine", "device", "model", "device_provenance")
@@ -118,7 +110,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     facts: dict[str, Any] = {}
     plan_hash: str
-    phases: tuple[PhaseFact, ...] = ()
+    phases: tuple[ClosedPhase, ...] = ()
     max_concurrency: int | None = None
     policy: str
     engine: str
@@ -224,11 +216,6 @@ class _HashingSink:
 
     def flush(self) -> None:
         """Do nothing; the sink has no buffer."""
-
-
-def phase_facts(plan: Plan) -> tuple[PhaseFact, ...]:
-    """The closed-loop phases of a plan in the manifest's format."""
-    return tuple(PhaseFact(p.name, p.sessions, p.max_concurrency) for p in plan.phases)
 
 
 def software_versions(extra: Mapping[str, str] | None = None) -> dict[str, str]:

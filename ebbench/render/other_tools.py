@@ -23,28 +23,28 @@ def document(runs: Sequence[RunAs]) -> Document:
     """One section per run: ebbench's own figures and those of each tool."""
     sections = tuple(_section(run) for run in runs)
     tools = runs[0].tools
-    versions = ", ".join(f"{tool.tool} {tool.version}" for tool in tools)
+    versions = ", ".join(f"{tool} {TOOLS[tool].version}" for tool in tools)
     notes = [
         f"By the definitions of {versions}; –: no such figure; p99 as the tools print it, however few the answers."
     ]
-    if any(TOOLS[tool.tool].steps for tool in tools):
+    if any(TOOLS[tool].steps for tool in tools):
         notes.append("Medians and p99 of guidellm are values that occurred, not interpolated ones.")
     definitions = convert(read_toml(Path(__file__).with_name("other_tools.toml")), dict[str, dict[str, str]])
     for figure, reasons in definitions.items():
-        unlike = [tool.tool for tool in tools if any(_differs(figure, run, tool.tool) for run in runs)]
+        unlike = [tool for tool in tools if any(_differs(figure, run, tool) for run in runs)]
         notes += _difference_line(figure, unlike, reasons, len(tools))
     return Document("as", "The same run by the definitions of other tools", sections, tuple(notes))
 
 
 def _section(run: RunAs) -> Section:
     own, tools = run.own, run.tools
-    others = (Column(tool.tool.replace("-", "-\n"), key=tool.tool) for tool in tools)
+    others = (Column(tool.replace("-", "-\n"), key=tool) for tool in tools)
     columns = (Column("", "label", key="figure"), Column("ebbench", ours=True), *others)
     named = {
         **{f"{s}_{name}_ms": f"{text} {s}, ms" for name, text in LATENCIES.items() for s in STATISTICS}, **_RATES
     }  # fmt: skip
     rows = tuple(
-        (text, own.get(key), *(tool.figures.get(key) for tool in tools))
+        (text, own.get(key), *(figures.get(key) for figures in tools.values()))
         for key, text in named.items()
         if key != "request_goodput" or own.get(key) is not None
     )
@@ -52,7 +52,7 @@ def _section(run: RunAs) -> Section:
 
 
 def _differs(figure: str, run: RunAs, tool: str) -> bool:
-    own, theirs = run.own, next(reading for reading in run.tools if reading.tool == tool).figures
+    own, theirs = run.own, run.tools[tool]
     keys = [figure] if figure in own else [f"{statistic}_{figure}_ms" for statistic in STATISTICS]
     pairs = [(own.get(key), theirs.get(key)) for key in keys]
     return any(a is not None and b is not None and abs(a - b) > _UNLIKE * max(abs(a), abs(b)) for a, b in pairs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -246,14 +246,14 @@ class Page:
     subtitle: tuple[str, ...]
     verdicts: tuple[tuple[str, tuple[str, ...], bool], ...]
     warnings: tuple[str, ...]
-    tables: tuple[Table, ...]
-    explanations: tuple[tuple[str, tuple[str, ...]], ...]
-    environment: tuple[Table, ...]
-    labels: tuple[str, ...]
-    policies: tuple[str, ...]
-    cases: tuple[str, ...]
-    shared: dict[str, list[Row]]
-    runs: tuple[dict[str, Any], ...]
+    tables: tuple[Table, ...] = ()
+    explanations: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    environment: tuple[Table, ...] = ()
+    labels: tuple[str, ...] = ()
+    policies: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
+    shared: Mapping[str, list[Row]] = field(default_factory=dict)
+    runs: tuple[dict[str, Any], ...] = ()
     searches: tuple[SearchSection, ...] = ()
 
 

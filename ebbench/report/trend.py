@@ -279,9 +279,7 @@ def trend_page(all_series: Sequence[Series]) -> Page:
     alert = {"worse": "Worse.", "doubt": "Perhaps worse.", "": "No alert."}[worst_alert(all_series)]
     return Page(
         title="Trend", subtitle=(shown.title,), verdicts=(("", (alert,), False),),
-        warnings=tuple(_why_apart(all_series)),
-        tables=(), explanations=(), environment=(), labels=(), policies=(), cases=(), shared={}, runs=(),
-        searches=tuple(sections),
+        warnings=tuple(_why_apart(all_series)), searches=tuple(sections),
     )  # fmt: skip
 
 

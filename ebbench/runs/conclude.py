@@ -29,7 +29,6 @@ from ebbench.records.manifest import (
     Manifest,
     RunLabels,
     git_commit,
-    phase_facts,
     plan_hash,
     software_versions,
 )
@@ -332,7 +331,7 @@ def conclude(writer: RunWriter, context: RunContext, result: EngineResult) -> tu
     """
     result = replace(result, requests=with_plan_columns(result.requests, context.plan.table))
     columns = RequestColumns.of(result.requests)
-    windows = steady_windows(columns, phase_facts(context.plan))
+    windows = steady_windows(columns, context.plan.phases)
     metrics = measure(columns, slo=context.slo, windows=windows)
     clock = context.kind_of_time
     paced = clock == "real" and (context.plan.closed_loop or context.plan.max_concurrency is None)
@@ -422,7 +421,7 @@ def _manifest(
         source=str(facts.get("source", "")),
         facts=facts,
         plan_hash=plan_hash(plan),
-        phases=phase_facts(plan),
+        phases=plan.phases,
         max_concurrency=plan.max_concurrency,
         policy=context.policy.name,
         engine=context.engine,

@@ -286,9 +286,7 @@ def meant(references: Sequence[str], roots: Sequence[Path] | None = None) -> Lis
     return Listing(tuple(chosen.values()), problems, tuple(roots))
 
 
-def run_paths(
-    references: Sequence[str | Path], tell: Callable[[str], object], roots: Sequence[Path] = DEFAULT_ROOTS
-) -> list[Path]:
+def run_paths(references: Sequence[str | Path], tell: Callable[[str], object]) -> list[Path]:
     """Where the runs are that a user names. What exists is a path, and stays one; else it is the ``--name`` of runs.
 
     A name stands for its newest measurement; ``tell`` gets a sentence if it has others. Raises DataError for a name
@@ -301,9 +299,9 @@ def run_paths(
             paths.append(path)
             continue
         try:
-            named = _runs_by_name(reference, roots)
+            named = _runs_by_name(reference, DEFAULT_ROOTS)
         except UnknownNameError as error:
-            below = ", ".join(map(str, roots))
+            below = ", ".join(map(str, DEFAULT_ROOTS))
             hint = f"; {name_hint(reference, error.known)}" if error.known and path.name == reference else ""
             raise DataError(f"{path}: no such run directory, and no run below {below} has that name{hint}") from None
         newest = _newest(named)

@@ -32,7 +32,6 @@ from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.engines.base import EngineResult, check_options, rank_notes, start_notes
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
-from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan, with_plan_columns
 from ebbench.records.warnings import Fact, RunWarning, fact
 from ebbench.runs.conclude import mean_batches, said_of_run, shown_by_servers
@@ -360,7 +359,7 @@ def _run(demand: Demand, spec: RunSpec, plan: Plan, load: float, replicas: int =
     """Simulate; the reading's caveats are those that matter to this run, and what a full KV cache cost in it."""
     result = _simulated(spec, plan, replicas)
     result = replace(result, requests=with_plan_columns(result.requests, plan.table))
-    tables = ProbeTables(result.requests, result.steps, phase_facts(plan), spec.plan.seed)
+    tables = ProbeTables(result.requests, result.steps, plan.phases, spec.plan.seed)
     device, batches = (
         result.device or device_of(spec),
         mean_batches(result.steps, RequestColumns.of(result.requests)),

@@ -28,7 +28,7 @@ from ebbench.analysis.metrics import (
     tpot_ns,
 )
 from ebbench.analysis.validity import FAILURE_COLUMNS, FAILURE_LIMIT, failures_by_cause, of_device
-from ebbench.records.manifest import PhaseFact
+from ebbench.records.plan import ClosedPhase
 from ebbench.records.run import Run
 from ebbench.records.warnings import API_SERVER_LOAD, KV_CACHE, RunWarning
 from ebbench.sizing.estimate import Floats, MetCounts, Probe
@@ -145,7 +145,7 @@ class ProbeTables:
 
     requests: pa.Table
     steps: pa.Table
-    phases: Sequence[PhaseFact]
+    phases: Sequence[ClosedPhase]
     seed: int
     reasons: str = ""
     run_dir: str = ""
@@ -325,7 +325,7 @@ def _quantile_ms(values_ns: Floats, share: float) -> float | None:
 
 
 def least_limits_ms(
-    requests: pa.Table, phases: Sequence[PhaseFact], limits: LatencyLimits, index: int
+    requests: pa.Table, phases: Sequence[ClosedPhase], limits: LatencyLimits, index: int
 ) -> dict[str, float]:
     """The lowest limits, in ms, with which the requests that requirement ``index`` is of would meet it.
 

@@ -24,7 +24,6 @@ from ebbench.analysis.metrics import Slo, completed_sessions_per_s, session_ends
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import InterruptedRunError, RunError, UsageError
 from ebbench.records import files
-from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan
 from ebbench.records.run import MANIFEST, SEARCH, default_run_dir, unused
 from ebbench.records.warnings import Fact, fact
@@ -94,7 +93,7 @@ def completed_once_full(requests: pa.Table, plan: Plan, concurrency: int) -> flo
     Until then the batch is filled and has answers of one age, of which few end. ``requests``: those of the run.
     """
     columns = RequestColumns.of(requests)
-    windows = steady_windows(columns, phase_facts(plan))
+    windows = steady_windows(columns, plan.phases)
     ends = np.sort(session_ends_ns(columns))
     full_ns = int(ends[min(concurrency, len(ends)) - 1])
     later = [replace(window, start_ns=full_ns) for window in windows if window.start_ns < full_ns < window.end_ns]

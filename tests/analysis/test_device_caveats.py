@@ -38,9 +38,12 @@ def test_what_first_tokens_of_mixtures_lack_is_said_unless_queues_decide(tmp_pat
     assert words not in said(tmp_path / "dense", "--device", "h200", "-c", "2")
 
 
-@pytest.mark.parametrize(("topology", "short"), [("tp=2", False), ("tp=4", True)])
-def test_prompts_without_graphs_on_several_b200_are_said(tmp_path: Path, topology: str, short: bool) -> None:
-    load = ("--device", "b200", "--model", "llama-3.1-70b", "--topology", topology, "-c", "2")
+@pytest.mark.parametrize(("device", "topology", "short"), [
+    ("b200", "tp=2", True), ("b200", "tp=4", True), ("h200", "tp=4", False),
+])  # fmt: skip
+def test_prompts_without_graphs_on_b200_are_said(tmp_path: Path, device: str, topology: str, short: bool) -> None:
+    """On one and two GPUs, too, since 28 November: there times to first token were 6 to 33 % too short."""
+    load = ("--device", device, "--model", "llama-3.1-70b", "--topology", topology, "-c", "2")
     assert ("captured CUDA graphs of decodes only" in said(tmp_path, *load)) is short
 
 

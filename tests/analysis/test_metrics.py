@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ebbench.analysis import metrics
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import Distribution, Metrics, Slo, Window, measure, samples_needed, steady_windows
-from ebbench.records.manifest import PhaseFact
+from ebbench.records.plan import ClosedPhase
 from ebbench.records.schema import SAME_TIME_NS
 from tests.analysis.made_runs import MS, request, requests_table
 
@@ -252,12 +252,12 @@ def test_percentiles_need_samples_beyond_them_at_99_percent(share: float, needed
     assert risk(needed) <= 0.01 < risk(needed - 1)
 
 
-def steady(table: list[dict[str, Any]], phases: list[PhaseFact]) -> list[tuple[str, int, int]]:
+def steady(table: list[dict[str, Any]], phases: list[ClosedPhase]) -> list[tuple[str, int, int]]:
     windows = steady_windows(RequestColumns.of(requests_table(table)), phases)
     return [(w.phase, w.start_ns, w.end_ns) for w in windows]
 
 
-def naive_steady(table: list[dict[str, Any]], phase: PhaseFact) -> tuple[int, int] | None:
+def naive_steady(table: list[dict[str, Any]], phase: ClosedPhase) -> tuple[int, int] | None:
     """The steady window by a loop over the times of all events."""
     sessions: dict[int, list[int]] = {}
     for r in table:
@@ -285,25 +285,25 @@ def test_closed_loop_window_agrees_with_walking_every_instant(
         request(i, session=s, intended_ns=a, first_token_ns=a, last_token_ns=a + d, end_ns=a + d, itl_ns=[d])
         for i, (s, a, d) in enumerate(spans)
     ]
-    phase = PhaseFact("all", len({s for s, _, _ in spans}), concurrency)
+    phase = ClosedPhase("all", len({s for s, _, _ in spans}), concurrency)
     expected = naive_steady(table, phase)
     assert steady(table, [phase]) == ([("all", *expected)] if expected else [])
 
 
 def test_a_slot_freed_and_refilled_at_one_instant_is_no_dip() -> None:
     table = [request(i, intended_ns=(i // 2) * 15 * MS) for i in range(6)]
-    assert steady(table, [PhaseFact("all", 6, 2)]) == [("all", 0, 45 * MS)]
+    assert steady(table, [ClosedPhase("all", 6, 2)]) == [("all", 0, 45 * MS)]
 
 
 def test_a_concurrency_that_is_never_reached_has_no_window() -> None:
-    assert steady([request(i) for i in range(9)], [PhaseFact("all", 9, 10)]) == []
-    assert steady([request(i) for i in range(10)], [PhaseFact("all", 10, 10)]) == [("all", 0, 15 * MS)]
+    assert steady([request(i) for i in range(9)], [ClosedPhase("all", 9, 10)]) == []
+    assert steady([request(i) for i in range(10)], [ClosedPhase("all", 10, 10)]) == [("all", 0, 15 * MS)]
 
 
 def test_each_phase_has_its_window_and_the_next_one_ends_it() -> None:
     early = [request(i, phase="low", intended_ns=i * 15 * MS) for i in range(3)]
     late = [request(10 + i, phase="high", intended_ns=45 * MS) for i in range(4)]
-    found = steady(early + late, [PhaseFact("low", 3, 1), PhaseFact("high", 4, 4)])
+    found = steady(early + late, [ClosedPhase("low", 3, 1), ClosedPhase("high", 4, 4)])
     assert found == [("low", 0, 45 * MS), ("high", 45 * MS, 60 * MS)]
 
 

@@ -57,8 +57,7 @@ BY_HAND: dict[str, dict[str, float | None]] = {
 
 
 def figures(rows: list[dict[str, Any]], slo: Slo, tool: str) -> dict[str, float | None]:
-    (found,) = figures_as(RequestColumns.of(requests_table(rows)), slo, [TOOLS[tool]])
-    return dict(found.figures)
+    return dict(figures_as(RequestColumns.of(requests_table(rows)), slo, [TOOLS[tool]])[tool])
 
 
 @pytest.mark.parametrize("tool", TOOLS)

@@ -10,7 +10,7 @@ import pytest
 
 from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
-from ebbench.records.manifest import PhaseFact, phase_facts
+from ebbench.records.plan import ClosedPhase
 from ebbench.records.schema import STEPS
 from ebbench.records.warnings import Fact, fact
 from ebbench.sizing.drive import SearchConfig, SearchOutcome, _too_short, judged
@@ -121,19 +121,19 @@ def test_a_queue_that_grows_while_the_batch_fills_does_not_decide(rate: float, r
     plan = build_plan("balanced", "poisson", seed=0, num_prompts=requests, request_rate=rate, **lengths)
     device = load_device("rtx-pro-6000", "qwen3-8b")
     result = SimEngine().run(plan, parse_policy("v1"), device, EngineOptions())
-    tables = ProbeTables(result.requests, result.steps, phase_facts(plan), 0)
+    tables = ProbeTables(result.requests, result.steps, plan.phases, 0)
     found = read_measured(tables, rate, parse_limits(["ttft:2000 tpot:80"], 0.95))
     assert found.probe.runaway
     assert found.short == short
 
 
-def alone(rows: list[dict[str, object]]) -> tuple[pa.Table, list[PhaseFact]]:
+def alone(rows: list[dict[str, object]]) -> tuple[pa.Table, list[ClosedPhase]]:
     """Requests one after the other, a second apart."""
     table = [
         request(number, intended_ns=number * 1000 * MS, **_later(row, number * 1000 * MS))
         for number, row in enumerate(rows)
     ]
-    return requests_table(table), [PhaseFact("all", len(rows), 1)]
+    return requests_table(table), [ClosedPhase("all", len(rows), 1)]
 
 
 def _later(row: dict[str, object], by_ns: int) -> dict[str, object]:
@@ -148,7 +148,7 @@ def took(ttft_ms: int, tpot_ms: int, **more: object) -> dict[str, object]:
     return {"first_token_ns": ttft_ms * MS, "last_token_ns": last, "end_ns": last, "itl_ns": [tpot_ms * MS]} | more
 
 
-def share_meeting(limits_ms: dict[str, float], table: pa.Table, phases: list[PhaseFact]) -> float:
+def share_meeting(limits_ms: dict[str, float], table: pa.Table, phases: list[ClosedPhase]) -> float:
     texts = [f"{name}:{value}" for name, value in limits_ms.items() if value > 0]
     return read_measured(ProbeTables(table, STEPS.empty_table(), phases, 0), 1.0, parse_limits(texts, 0.9)).attainment
 

@@ -44,7 +44,7 @@ def test_a_console_writes_no_control_of_a_text(text: str, colour: str | None) ->
         "title " + text, "t", (Section(text, (Column("label " + text, kind="label"),), ((text,),)),), (text,)
     )
     out = io.StringIO()
-    console = Console(file=out, width=80, color_system=colour, force_terminal=colour is not None)  # type: ignore[arg-type]
+    console = Console(file=out, width=80, color_system=colour, force_terminal=colour is not None)
     console.print(as_rich(document, 80))
     console.print(text, markup=False)
     written = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())  # the console's own colours
