@@ -489,7 +489,7 @@ def _averaged(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[s
     """The first row with means of rates and latencies and sums of counts, and the means' standard deviations."""
     first = rows[0]
     merged, spread = dict(first), dict[str, float | None]()
-    for key in _AVERAGED.intersection(first):
+    for key in filter(_AVERAGED.__contains__, first):
         merged[key], spread[key] = _mean_and_spread([row.get(key) for row in rows])
     for key in _COUNTS:
         if key not in first:  # a summary stored before this count existed

@@ -28,7 +28,7 @@ from ebbench.client.prefix_cache import drafts, hit_rate, met_before, note_promp
 from ebbench.client.progress import Tally
 from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import StreamedResponse, response_to
-from ebbench.client.senders import Interrupts, Senders, local_senders
+from ebbench.client.senders import Interrupts, local_senders
 from ebbench.client.server_queries import Scraper, Served, ServerQueries, reported_settings, run_to_end
 from ebbench.client.session_plan import MachineLoad, PlanPart, check_attachments, rows_too_long, unique_ids
 from ebbench.client.telemetry import telemetry
@@ -51,7 +51,7 @@ from ebbench.spec.client import ClientOptions, lag_limit_ms, secrets, spacing_ns
 from ebbench.workloads.tokens import TokenizerCount, load_tokenizer
 
 if TYPE_CHECKING:
-    from ebbench.client.nodes import ClientNode
+    from ebbench.client.nodes import ClientNode, Senders
 
 # Warm-up: requests before the start with the plan's lengths and other content, and then, once the prefix cache was
 # emptied, those that put what the plan takes for held into it; none of them is recorded.
@@ -439,7 +439,7 @@ async def _run(
     """Start the workers once all are ready, wait for the last; release no session after ``release_for_s``."""
     await senders.ready()
     scraping = asyncio.create_task(scraper.run()) if scraper else None
-    interrupts.stop(senders)
+    interrupts.stop(senders.send_all)
     start_ns = time.monotonic_ns() + senders.lead_ns
     tally.start_ns = start_ns
     await senders.begin(start_ns)

@@ -385,6 +385,10 @@ class NodeSenders:
             self.send_all(Stop(abort=True))
 
 
+Senders = LocalSenders | NodeSenders
+"""Workers that send one plan, on one machine or several."""
+
+
 def node_senders(nodes: Sequence[ClientNode], plan: PlanPart, environ: Mapping[str, str]) -> NodeSenders:
     """Split ``plan`` over the nodes, which end with their actors. Raises UsageError if there is too little to split."""
     parts = split(plan, len(nodes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +13,11 @@ import pyarrow as pa
 
 from ebbench.client.dialects import DraftCounts, OddNumber
 from ebbench.client.messages import Batch, RequestRecord
-from ebbench.client.senders import Senders
 from ebbench.records.plan import Observer, Progress
 from ebbench.records.schema import DRAFT_COLUMNS, REQUESTS, REQUESTS_EXTRAS, SAME_TIME_NS, tokens_after_first_of
+
+if TYPE_CHECKING:
+    from ebbench.client.nodes import Senders
 
 # Converts the workers' records to the requests table.
 

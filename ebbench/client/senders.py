@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -50,9 +50,6 @@ from ebbench.process.child import (
 from ebbench.process.termination import on_signal
 from ebbench.records.warnings import RunWarning
 from ebbench.spec.client import ClientOptions
-
-if TYPE_CHECKING:
-    from ebbench.client.nodes import NodeSenders
 
 # Worker processes as seen by their parent: starting, messages, stopping, and ending in every case.
 
@@ -169,7 +166,7 @@ class Interrupts:
         task = asyncio.current_task()
         assert task is not None  # made in the coroutine that sends the plan
         self._task = task
-        self._senders: Senders | None = None
+        self._tell: Callable[[Stop], None] | None = None
         self._stops = 0
         self.signals = on_signal(self._wake)
 
@@ -178,9 +175,9 @@ class Interrupts:
         """Whether a signal was received."""
         return self.signals.received > 0
 
-    def stop(self, senders: Senders) -> None:
-        """From now on stop ``senders`` instead of cancelling the run. Call it before they start."""
-        self._senders = senders
+    def stop(self, tell: Callable[[Stop], None]) -> None:
+        """From now on ``tell`` senders to stop instead of cancelling the run. Call it before they start."""
+        self._tell = tell
 
     def close(self) -> None:
         """React to no further signal: all requests have ended."""
@@ -191,8 +188,8 @@ class Interrupts:
 
     def _react(self) -> None:
         self._stops += 1
-        if self._senders is not None:
-            self._senders.send_all(Stop(abort=self._stops > 1))
+        if self._tell is not None:
+            self._tell(Stop(abort=self._stops > 1))
         elif self._stops == 1:  # once: a second cancellation would break off the end of the workers
             self._task.cancel()
 
@@ -271,10 +268,6 @@ class LocalSenders:
     def findings(self, limit_ms: float) -> Findings:
         """Facts, warnings and reasons for INVALID about the machines. ``limit_ms``: the limit on the client's lag."""
         return Findings({})
-
-
-Senders: TypeAlias = "LocalSenders | NodeSenders"
-"""Workers that send one plan, on one machine or several."""
 
 
 @contextlib.asynccontextmanager

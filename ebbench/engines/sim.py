@@ -47,7 +47,7 @@ from ebbench.simulation.kv import (
     StreamKv,
     streams_take_turns,
 )
-from ebbench.simulation.loop import EventLoop, Stage, prefix_reader
+from ebbench.simulation.loop import EventLoop, Handover, Stage, prefix_reader
 from ebbench.simulation.releases import (
     plan_requests,
     records_after,
@@ -66,7 +66,6 @@ from vllm_eb.theory import NO_DRAFTS
 if TYPE_CHECKING:
     from ebbench.dispatch import Dispatcher
     from ebbench.simulation.drafting import Drafting
-    from ebbench.simulation.transfer import Handover
 
 PROGRESS_INTERVAL_S = 0.1
 MakeKv = Callable[[RequestState, int], KvBlocks]
@@ -278,7 +277,7 @@ class _Simulation:
         return (self._stage(topology.replicas, unit.device, state, self._engine.dispatch, generates=generates),)
 
     def _pools(self, topology: TopologySpec) -> tuple[Stage, Stage, Handover]:
-        from ebbench.simulation.transfer import Handover, ReceiveStore, TransferFabric, TransferLink
+        from ebbench.simulation.transfer import ReceiveStore, TransferFabric, TransferLink
 
         assert topology.prefill is not None
         assert topology.decode is not None

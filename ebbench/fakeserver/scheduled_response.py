@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from array import array
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
 from ebbench.fakeserver.config import Fault
-
-if TYPE_CHECKING:
-    from ebbench.fakeserver.server import ServedConnection
 
 # The server's record of every generation request, in CLOCK_MONOTONIC nanoseconds.
 #
@@ -213,13 +210,29 @@ _BREAKS = frozenset({"reset", "close", "truncate", "malformed", "error-frame", "
 _ENDS = frozenset({"empty", "short"})
 
 
+class Sender(Protocol):
+    """The connection that a response is written to."""
+
+    def send(self, data: bytes) -> None:
+        """Write bytes to the socket at once, or queue what it does not take."""
+
+    def reset(self) -> None:
+        """Close with a TCP reset."""
+
+    def close(self) -> None:
+        """Close after the queued bytes are sent."""
+
+    def finished(self) -> None:
+        """Mark the response complete; the connection may serve the next request."""
+
+
 class ScheduledResponse:
     """Sends one message per call until the response is complete, broken by its fault, or the client has left."""
 
     def __init__(
         self,
         entry: LedgerEntry,
-        sender: ServedConnection,
+        sender: Sender,
         ledger: Ledger,
         messages: Messages,
         timing_ns: tuple[int, int],
