@@ -62,9 +62,7 @@ def admit_waiting(
     state, kv, limits, waiting = scheduler.state, scheduler.kv, scheduler.limits, scheduler.waiting
     whole, block_size, delivered = limits.scheduler_reserve_full_isl, limits.block_size, scheduler.delivered
     lookahead, longest, padding = scheduler.lookahead_tokens, scheduler.longest_tokens, scheduler.padding(running)
-    rows: list[int] = []
-    tokens: list[int] = []
-    skipped: list[int] = []
+    rows, tokens, skipped = list[int](), list[int](), list[int]()
     room = running_limit - len(scheduler.running)
     while budget > 0 and waiting and len(rows) < room:
         row = waiting[0]
@@ -81,10 +79,7 @@ def admit_waiting(
             chunk += padding
             if chunk > budget:
                 break
-        if 0 < threshold < chunk:
-            chunk = threshold
-        if chunk > budget:
-            chunk = budget
+        chunk = min(chunk, threshold or chunk, budget)
         if scheduler.state_block_tokens:
             wanted, chunk = chunk, scheduler.up_to_state(row, cached, chunk, most)
             if not chunk:
