@@ -164,12 +164,12 @@ def find_capacity(done: Searched, directory: Path | None, messages: Console, *, 
     refuse_limits_on_tokens(spec.client, named)
     refuse_undecided(getattr(engine, "topology", None), search.series.policies)
     search.series.check_prompts(engine)
-    device = device_of(spec, search.series.policies)
+    device, labelled = device_of(spec, search.series.policies), search.series.labelled(engine)
     done.folder = _folder(search, directory)
     with sole_use(done.folder):
         messages.say(sentence, quiet=quiet)
         messages.say(sentences.announce(search.limits, search.by_concurrency), quiet=quiet)
-        _search_all(done, engine, device, messages, quiet=quiet)
+        _search_all(done, labelled, engine, device, messages, quiet=quiet)
         shrink_probes(done.folder, [outcome.nearest.run_dir for outcome in done.outcomes.values()])
 
 
@@ -197,8 +197,10 @@ def prune_probes(folders: Sequence[Path]) -> str:
     return f"freed {freed / 1e6:.1f} MB of the probes of {len(folders)} searches"
 
 
-def _search_all(done: Searched, engine: Engine, device: Device, messages: Console, *, quiet: bool) -> None:
-    search, series, begun = done.search, done.search.series.labelled(engine), time.monotonic()
+def _search_all(
+    done: Searched, series: Series, engine: Engine, device: Device, messages: Console, *, quiet: bool
+) -> None:
+    search, begun = done.search, time.monotonic()
     try:
         pace = Pace()
         for index, policy in enumerate(series.policies):
