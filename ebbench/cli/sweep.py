@@ -72,11 +72,10 @@ def sweep(
     if not quiet:
         for note in trace_notes(grid.cells):
             Console(stderr=True, highlight=False).say(note)
-    if dry_run and fresh:
-        raise UsageError("--dry-run changes nothing, so leave out --fresh")
     if dry_run:
-        todo = missing(grid, store)
-        _print(show.dry_run_json(grid, todo) if as_json else show.dry_run(grid, todo))
+        if fresh:
+            raise UsageError("--dry-run changes nothing, so leave out --fresh")
+        _print((show.dry_run_json if as_json else show.dry_run)(grid, missing(grid, store)))
         return
     chosen = sweep_pool(grid, workers, executor, ray_address, gpus_per_cell)
     if fresh and (kept := store.set_aside()) is not None:

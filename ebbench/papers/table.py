@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import date
@@ -123,7 +124,7 @@ class _Asking(RunStore):
 
 
 @dataclass(frozen=True)
-class Experiment:
+class Experiment(ABC):
     """What tables and figures have in common.
 
     ``reads``: the options of ``ebbench tables`` or ``figures`` that its content depends on, by parameter name.
@@ -155,9 +156,9 @@ class Experiment:
         """Its title in the list of tables or figures."""
         return (self.texts.tables.get(self.name) or self.texts.figures[self.name]).title
 
+    @abstractmethod
     def ask(self, options: PaperOptions, store: RunStore) -> object:
         """Make its content of the runs in a store."""
-        raise NotImplementedError
 
     def cells(self, options: PaperOptions) -> list[RunSpec]:
         """The runs that it is made of."""

@@ -10,6 +10,7 @@ decodes fast to simulate.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class IdentityNeeded(Exception):  # noqa: N818 - control flow, not an error
     """Counting is no longer exact: a preempted request may find its own blocks in the cache."""
 
 
-class KvBlocks:
+class KvBlocks(ABC):
     """A KV manager as the scheduler uses it; by default no cached block is ever found.
 
     ``free`` includes cached blocks that no request uses.
@@ -44,19 +45,19 @@ class KvBlocks:
         """How many of ``hits`` count as free now and would no longer do so."""
         return 0
 
-    def adopt(self, row: int, hits: Sequence[int]) -> None:
+    def adopt(self, row: int, hits: Sequence[int]) -> None:  # noqa: B027 - without a cache there are no hits
         """Reference the hit blocks for a request that is being admitted."""
 
+    @abstractmethod
     def allocate(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
         """Give each row its number of new blocks, in order. The caller has checked that they are free."""
-        raise NotImplementedError
 
-    def publish(self, row: int, tokens: int) -> None:
+    def publish(self, row: int, tokens: int) -> None:  # noqa: B027 - without a cache nothing is looked up
         """Make the full blocks among the first ``tokens`` tokens available to prefix lookups."""
 
+    @abstractmethod
     def release(self, row: int, known_tokens: int) -> None:
         """Free all blocks of a request, of which the content of ``known_tokens`` tokens is known."""
-        raise NotImplementedError
 
 
 class CountingKv(KvBlocks):
