@@ -81,15 +81,18 @@ def _timerfd() -> tuple[int, Callable[..., int]]:
 def behind_others() -> Iterator[None]:
     """Context in which this thread, when something comes for it, waits until a running one leaves the processor.
 
-    Its share stays the same. Only the usual policy is changed, and nothing where the system has no other.
+    Its share stays the same. Only the usual policy is changed, and nothing where the system has no other or refuses it,
+    as sandboxes do.
     """
-    usual = hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER
-    if usual:
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    changed = False
+    with contextlib.suppress(OSError):
+        if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            changed = True
     try:
         yield
     finally:
-        if usual:
+        if changed:
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 

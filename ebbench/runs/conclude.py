@@ -486,7 +486,7 @@ def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tup
     of_device = [*said_of_run(device, batches, device.warnings), *shown_by_servers(device, batches), *of_front]
     seats_taken = not context.plan.closed_loop and batches.running >= context.options.running_limit
     if device.profile is not None and (seats_taken or batches.kv_share >= FULL_KV):
-        of_device.append(warning("near-capacity", kv_share=batches.kv_share, running=batches.running))
+        of_device.append(warning("near-capacity", kv_percent=100 * batches.kv_share, running=batches.running))
     return of_device, said_of_run(device, batches, result.warnings)
 
 

@@ -92,3 +92,12 @@ def test_short_slices_change_nothing_else() -> None:
     assert after[:2] == (policy, nice)
     if policy == os.SCHED_OTHER and before_ns:  # Linux 6.12 or later, which says how long slices are
         assert after[2] < before_ns
+
+
+def test_a_sandbox_that_refuses_another_scheduling_policy_stops_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refused)
+    with alarm.behind_others():
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER

@@ -191,7 +191,7 @@ def test_silent_rows_of_the_committed_report_are_as_near_as_promised() -> None:
 
 TOLD: dict[str, dict[str, Any]] = {
     "front-end-decides": {"front_end_ms": 20.0, "share": 0.9},
-    "near-capacity": {"kv_share": 0.9, "running": 100},
+    "near-capacity": {"kv_percent": 90.0, "running": 100},
     "older-vllm": {"vllm_version": "0.11"},
 }
 """Values of the caveats whose sentence needs them in a certain form."""
