@@ -142,12 +142,11 @@ vllm-tests: $(TEST)/.stamp
 vllm-next: $(TEST)/.stamp
 	PYTHONPATH=.:patches $(TEST)/bin/python -u -m tests.vllm.upstream.next
 
-# A mix of requests through real servers under the policies that make test leaves out, and without a prefix cache; further
-# random settings of the real scheduler against the simulator.
+# A mix of requests through real servers under the policies that make test leaves out, and without a prefix cache.
 serving: $(TEST)/.stamp
 	$(PYTEST) -m nightly
 
-# Property tests with ten times the examples of make test.
+# Property tests with five times the examples of make test.
 properties: $(TEST)/.stamp
 	EXAMPLES=thorough $(PYTEST) -m "hypothesis and not vllm"
 

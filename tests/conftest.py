@@ -13,7 +13,7 @@ from tests.vllm import forking as forking_plugin
 from tests.vllm.forked_command import ADDRESS
 
 # A machine may be slow: no property test fails for the time that one example takes. `make nightly` tries more examples.
-settings.register_profile("untimed", deadline=None, max_examples=50)
+settings.register_profile("untimed", deadline=None)
 settings.register_profile("thorough", deadline=None, max_examples=500)
 settings.load_profile(os.environ.get("EXAMPLES", "untimed"))
 

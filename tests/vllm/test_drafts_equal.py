@@ -10,7 +10,6 @@ import pytest
 
 from ebbench.records.plan import Plan
 from ebbench.spec.server import EngineOptions
-from tests.nightly import some_nightly
 from tests.vllm.drawn_policies import draw_policy
 from tests.vllm.emulation import (
     DEVICE,
@@ -52,7 +51,7 @@ def random_drafts(seed: int) -> tuple[Plan, str, EngineOptions]:
 
 
 @pytest.mark.parametrize("kind", policy_types())
-@pytest.mark.parametrize("seed", some_nightly(range(500, 510), 5))
+@pytest.mark.parametrize("seed", range(500, 510))
 def test_equal_with_drafts_under_every_policy(kind: str, seed: int) -> None:
     plan, _, options = random_drafts(seed)
     policy = draw_policy(kind, seed, options.running_limit, options.max_num_batched_tokens)
@@ -69,7 +68,7 @@ def adaptive(seed: int, options: EngineOptions) -> str:
     return f"{drawn}{',' if ':' in drawn else ':'}draft=adaptive"
 
 
-@pytest.mark.parametrize("seed", some_nightly(range(600, 640), 16))
+@pytest.mark.parametrize("seed", range(600, 640))
 def test_equal_with_drafts_whose_length_adapts(seed: int) -> None:
     plan, _, options = random_drafts(seed)
     assert options.drafts is not None
@@ -83,14 +82,14 @@ def test_equal_with_drafts_whose_length_adapts(seed: int) -> None:
 def test_drafts_adapt_where_the_engines_are_compared() -> None:
     """Full at first, shorter afterwards: else the test above would compare nothing that varies."""
     shorter = 0
-    for seed in range(600, 616):
+    for seed in range(600, 640):
         plan, _, options = random_drafts(seed)
         assert options.drafts is not None
         device, policy = drafting_device(options.drafts.tokens), adaptive(seed, options)
         drafted = run_sim(plan, policy, device, options).facts["speculative"]["drafted"]
         whole = run_sim(plan, "marginal", device, options).facts["speculative"]["drafted"]
         shorter += drafted[-1] < whole[-1]
-    assert shorter > 4
+    assert shorter > 10
 
 
 def max_tokens(plan: Plan) -> int:
@@ -99,7 +98,7 @@ def max_tokens(plan: Plan) -> int:
     return max(row["input_tokens"] + row["output_tokens"] for row in rows)
 
 
-@pytest.mark.parametrize("seed", some_nightly(range(300, 400), 40))
+@pytest.mark.parametrize("seed", range(300, 400))
 def test_equal_with_drafts_under_random_settings(seed: int) -> None:
     plan, policy, options = random_drafts(seed)
     sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)

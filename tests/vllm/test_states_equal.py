@@ -16,7 +16,6 @@ from ebbench.engines.base import EngineResult
 from ebbench.engines.emulated import EmulatedEngine
 from ebbench.records.plan import Plan
 from ebbench.spec.server import EngineOptions
-from tests.nightly import some_nightly
 from tests.vllm.drawn_policies import draw_policy
 from tests.vllm.emulation import DEVICE, differences, drafting_device, random_case, run_sim, with_priorities
 from tests.vllm.test_drafts_equal import max_tokens, random_drafts
@@ -57,7 +56,7 @@ def both(plan: Plan, policy: str, options: EngineOptions, device: Device) -> tup
 
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("seed", some_nightly(range(700, 725), 10))
+@pytest.mark.parametrize("seed", range(700, 725))
 def test_equal_with_states(seed: int, drafts: bool, caching: bool) -> None:
     case = random_states(seed, drafts=drafts, caching=caching)
     sim, emulated = both(*case)
