@@ -97,7 +97,10 @@ def _token_columns(
         times = np.frombuffer(record.token_ns, np.int64)
         first[index], last[index] = times[0], times[-1]
         if record.bundled:
-            times = np.repeat(times, _tokens_per_message(len(times), record.bundled, record.first_tokens))
+            messages = len(times)
+            ends = np.linspace(record.first_tokens, messages + record.bundled, messages).astype(np.int64)
+            ends[-1] = messages + record.bundled
+            times = np.repeat(times, np.diff(ends, prepend=0))
         gaps = np.diff(times)
         lengths[index] = len(gaps)
         pieces.append(gaps)
@@ -107,13 +110,6 @@ def _token_columns(
     mask = first == 0
     values = pa.array(np.concatenate(pieces) if pieces else np.zeros(0, np.int64))
     return first, last, pa.ListArray.from_arrays(pa.array(offsets), values, mask=pa.array(mask)), pa.array(bundled)
-
-
-def _tokens_per_message(messages: int, bundled: int, first: int) -> npt.NDArray[np.int64]:
-    """How many tokens each message carried: ``first`` in the first one, the others divided evenly."""
-    ends = np.linspace(first, messages + bundled, messages).astype(np.int64)
-    ends[-1] = messages + bundled
-    return np.diff(ends, prepend=0)
 
 
 MOST_NAMES = 20

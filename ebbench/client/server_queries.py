@@ -406,7 +406,14 @@ class ServerQueries:
         try:
             model = self._options.model or next(iter(_models_in(await self._models(_ASK_TIMEOUT_S))))
             target = self._server.target(self._options.endpoint, model)
-            answer = await self._ask("POST", target, None, body=_smallest_body(model, self._options))
+            least = replace(
+                self._options, temperature=None, ignore_eos=False, extra_body={"stream": None, "stream_options": None},
+                max_tokens_field="max_tokens" if self._options.endpoint == "chat" else None,
+            )  # fmt: skip
+            turn = Turn(
+                row=0, request_id="", turn=0, input_tokens=1, output_tokens=1, content=0, hash_ids=None, prompt="a"
+            )
+            answer = await self._ask("POST", target, None, body=RequestBodies(model, least).build(turn))
         except (TransportError, _NoModelsError):
             return False
         return answer.status == 200
@@ -425,16 +432,6 @@ class ServerQueries:
 
     def _redacted(self, text: str) -> str:
         return redacted(text, self._secrets)
-
-
-def _smallest_body(model: str, options: ClientOptions) -> bytes:
-    """A request for one token without a stream, with no field that a server may not know."""
-    least = replace(
-        options, temperature=None, ignore_eos=False, extra_body={"stream": None, "stream_options": None},
-        max_tokens_field="max_tokens" if options.endpoint == "chat" else None,
-    )  # fmt: skip
-    turn = Turn(row=0, request_id="", turn=0, input_tokens=1, output_tokens=1, content=0, hash_ids=None, prompt="a")
-    return RequestBodies(model, least).build(turn)
 
 
 class _NoModelsError(Exception):

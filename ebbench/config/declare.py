@@ -176,19 +176,15 @@ _declared: dict[type, Mapping[str, Declared]] = {}
 def declared_in(kind: type, part: str = "") -> Mapping[str, Declared]:
     """The settings of a dataclass by name; fields that are not declared are left out."""
     if kind not in _declared:
-        _declared[kind] = _declared_in(kind)
+        hints = get_type_hints(kind)
+        _declared[kind] = {
+            member.name: Declared(member.name, "", hints[member.name], _default(member), *member.metadata["declared"])
+            for member in fields(kind)
+            if "declared" in member.metadata
+        }
     return (
         {name: replace(declared, part=part) for name, declared in _declared[kind].items()} if part else _declared[kind]
     )
-
-
-def _declared_in(kind: type) -> Mapping[str, Declared]:
-    hints = get_type_hints(kind)
-    return {
-        member.name: Declared(member.name, "", hints[member.name], _default(member), *member.metadata["declared"])
-        for member in fields(kind)
-        if "declared" in member.metadata
-    }
 
 
 def check_ranges(owner: Any) -> None:

@@ -321,22 +321,21 @@ def num_kv_blocks(device: Device, options: EngineOptions) -> int:
     layout = device.kv_layout
     if options.num_kv_blocks:
         if layout is not None and device.profile is not None:
-            _check_pool(options.num_kv_blocks * layout.block_bytes, device.profile.memory_bytes, device.model, options)
+            pool_bytes = options.num_kv_blocks * layout.block_bytes
+            memory_bytes = device.profile.memory_bytes
+            if pool_bytes > memory_bytes:
+                raise UsageError(
+                    f"--num-kv-blocks {options.num_kv_blocks} would take {pool_bytes / 1e9:,.0f} GB of "
+                    f"{memory_bytes / 1e9:,.0f}: layers of {device.model} keep a window or a state, so its "
+                    "blocks are not of 16 tokens; give the number of blocks in its pool, as `ebbench devices show` "
+                    "prints it"
+                )
         return options.num_kv_blocks
     return (
         device.kv_capacity_tokens // options.block_size
         if layout is None
         else layout.blocks_of(device.kv_capacity_tokens)
     )
-
-
-def _check_pool(pool_bytes: int, memory_bytes: int, model: str, options: EngineOptions) -> None:
-    if pool_bytes > memory_bytes:
-        raise UsageError(
-            f"--num-kv-blocks {options.num_kv_blocks} would take {pool_bytes / 1e9:,.0f} GB of "
-            f"{memory_bytes / 1e9:,.0f}: layers of {model} keep a window or a state, so its "
-            "blocks are not of 16 tokens; give the number of blocks in its pool, as `ebbench devices show` prints it"
-        )
 
 
 def longest_sequence(device: Device, options: EngineOptions) -> int:

@@ -157,7 +157,13 @@ def make_engine(spec: RunSpec) -> tuple[Engine, str]:
     engine = _serving(engine, spec)
     engine, several = with_cluster(engine, spec.cluster, spec.plan.scenario)
     if (given := spec.client.given()) and (client := client_options(engine, given)) is not None:
-        _check_tls(engine, given)
+        url = str(getattr(engine, "url", ""))
+        for name in ("ca_file", "verify_tls"):
+            if name in given and url.lower().startswith("http:"):
+                flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
+                raise UsageError(
+                    f"{flag} is for https, and {url} is asked without it; write https:// or leave {flag} out"
+                )
         engine = with_client(engine, replace(client, **given))
     return engine, f"{sentence}; {several}" if several else sentence
 
@@ -215,15 +221,6 @@ def client_options(engine: Engine, given: Collection[str] = ()) -> ClientOptions
 
 
 _FLAGS = {"headers": "--header", "verify_tls": "--insecure", "client_nodes": "--workers ray:N"}
-
-
-def _check_tls(engine: Engine, given: Collection[str]) -> None:
-    """Raise UsageError for options of an encrypted connection to a server that is asked without one."""
-    url = str(getattr(engine, "url", ""))
-    for name in ("ca_file", "verify_tls"):
-        if name in given and url.lower().startswith("http:"):
-            flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
-            raise UsageError(f"{flag} is for https, and {url} is asked without it; write https:// or leave {flag} out")
 
 
 def with_client(engine: Engine, client: ClientOptions) -> Engine:

@@ -126,10 +126,6 @@ class SimEngine:
     steps_in_parts: bool = False
     name: str = "sim"
 
-    @property
-    def _disaggregated(self) -> bool:
-        return self.topology is not None and self.topology.disaggregated
-
     def run(
         self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None = None
     ) -> EngineResult:
@@ -140,7 +136,7 @@ class SimEngine:
         refuse_undecided(self.topology, [policy])
         if self.topology is not None:
             refuse_queue_limits(options, self.topology.label)
-        if self._disaggregated and options.drafts is not None:
+        if self.topology is not None and self.topology.disaggregated and options.drafts is not None:
             raise UsageError(
                 "--speculative is not simulated with separate prefill and decode pools; leave one of them out"
             )
@@ -208,7 +204,16 @@ class _Simulation:
         """Run to the end and build the tables."""
         loop = self._loop
         if observer is not None:
-            loop.tick = self._ticker(observer)
+            last_s = time.perf_counter()
+
+            def tick(now_ns: int) -> None:
+                nonlocal last_s
+                wall_s = time.perf_counter()
+                if wall_s - last_s >= PROGRESS_INTERVAL_S:
+                    last_s = wall_s
+                    observer.update(self._progress(now_ns))
+
+            loop.tick = tick
         interrupted = False
         try:
             with interruptible():
@@ -220,19 +225,6 @@ class _Simulation:
             stuck = "scheduler" if len(self._kv_totals) == 1 else "cluster"
             raise RunError(f"{requests - loop.ended} of {requests} requests never ended: the {stuck} is stuck")
         return self._result(interrupted)
-
-    def _ticker(self, observer: Observer) -> Callable[[int], None]:
-        """A function for the event loop that shows progress a few times per second of wall time."""
-        last_s = time.perf_counter()
-
-        def tick(now_ns: int) -> None:
-            nonlocal last_s
-            wall_s = time.perf_counter()
-            if wall_s - last_s >= PROGRESS_INTERVAL_S:
-                last_s = wall_s
-                observer.update(self._progress(now_ns))
-
-        return tick
 
     def _progress(self, now_ns: int) -> Progress:
         loop, own = self._loop, slice(len(self._plan))  # warm-up requests follow the plan's rows

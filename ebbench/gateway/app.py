@@ -202,17 +202,12 @@ def _foreign(request: Request) -> bool:
     return origin is not None and origin.partition("://")[2] != request.headers.get("host")
 
 
-def _from_this_machine(request: Request) -> bool:
-    """Whether a program of this machine sent the request: no proxy, and no page that gave its name this address."""
+async def _set_draining(gateway: Gateway, request: Request, *, drain: bool) -> Response:
+    """``POST /gateway/drain?upstream=URL``; accepted from the gateway's machine only."""
     client = request.client.host if request.client is not None else ""
     forwarded = any(name in request.headers for name in _FORWARDED)
     local = client in _LOCAL and _host_of(request.headers.get("host", "")) in _LOCAL
-    return local and not forwarded and not _foreign(request)
-
-
-async def _set_draining(gateway: Gateway, request: Request, *, drain: bool) -> Response:
-    """``POST /gateway/drain?upstream=URL``; accepted from the gateway's machine only."""
-    if not _from_this_machine(request):
+    if forwarded or not local or _foreign(request):
         return JSONResponse({"error": "only from the gateway's own machine, at 127.0.0.1"}, status_code=403)
     try:
         upstream = gateway.upstreams.drain(request.query_params.get("upstream", ""), drain=drain)

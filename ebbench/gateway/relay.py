@@ -414,7 +414,10 @@ class Relay:
                     first = False
                     self._queue.first_token(key)
                 if self._infer:
-                    self._note_message(upstream)
+                    duration_ns = upstream.bursts.message(time.monotonic_ns())
+                    if duration_ns is not None:
+                        self._metrics.passes.labels(upstream.url).inc()
+                        self._queue.end_forward(EndForward(upstream.index, duration_ns, continues=True, generates=True))
                 passed = data if lines is None else lines.feed(data)
                 if passed:
                     await send({"type": "http.response.body", "body": passed, "more_body": True})
@@ -431,12 +434,6 @@ class Relay:
             raise
         finally:
             self._metrics.answers.labels(upstream.url, outcome).inc()
-
-    def _note_message(self, upstream: Upstream) -> None:
-        duration_ns = upstream.bursts.message(time.monotonic_ns())
-        if duration_ns is not None:
-            self._metrics.passes.labels(upstream.url).inc()
-            self._queue.end_forward(EndForward(upstream.index, duration_ns, continues=True, generates=True))
 
 
 def _carries_events(response: httpx.Response) -> bool:

@@ -46,7 +46,13 @@ def demanded(asked: PlanCommand, settings: Mapping[str, Any]) -> tuple[Demand, l
     ``settings``: of the workload and of a simulated server, by name.
     Raises UsageError for unknown names and invalid numbers or limits.
     """
-    _check_target(asked)
+    check_counts(request_rate=asked.request_rate)
+    if math.isinf(asked.request_rate):
+        raise UsageError("--request-rate inf: give the sessions/s to serve, a finite rate")
+    if not 0 <= asked.headroom <= MOST_HEADROOM:
+        raise UsageError(f"--headroom is a share of the rate, such as 0.2 for 120 % of it, not {asked.headroom:g}")
+    if asked.spare < 0:
+        raise UsageError(f"--spare must be 0 or more replicas, not {asked.spare}")
     for name in ("device", "tp", "instance", "max_num_batched_tokens", "max_num_seqs"):
         each_once(option_name(name), getattr(asked, name))
     limits = limits_of(asked, str(settings["workload"]))
@@ -64,16 +70,6 @@ def demanded(asked: PlanCommand, settings: Mapping[str, Any]) -> tuple[Demand, l
         asked.max_num_batched_tokens,
         asked.max_num_seqs,
     )
-
-
-def _check_target(asked: PlanCommand) -> None:
-    check_counts(request_rate=asked.request_rate)
-    if math.isinf(asked.request_rate):
-        raise UsageError("--request-rate inf: give the sessions/s to serve, a finite rate")
-    if not 0 <= asked.headroom <= MOST_HEADROOM:
-        raise UsageError(f"--headroom is a share of the rate, such as 0.2 for 120 % of it, not {asked.headroom:g}")
-    if asked.spare < 0:
-        raise UsageError(f"--spare must be 0 or more replicas, not {asked.spare}")
 
 
 def find_plan(given: Mapping[str, Any], messages: Console, *, workers: int | None, quiet: bool) -> DeploymentPlan:

@@ -219,7 +219,12 @@ def _stressed(
         by_candidate = {costed.deployment.candidate: costed for costed in due}
         for candidate, replicas, simulated in values(pool, partial(_stress, demand), jobs):
             if all(level is not None and level.met for level in must_hold(demand, simulated)):
-                done.append(_resized(by_candidate[candidate], replicas, simulated, prices))
+                before = by_candidate[candidate].deployment
+                reading = before.reading and replace(
+                    before.reading, output_tokens_per_s=before.reading.output_tokens_per_s * before.replicas / replicas
+                )
+                deployment = replace(before, replicas=replicas, reading=reading)
+                done.append(Costed(deployment, replicas * _unit(before.candidate, prices), simulated))
             else:
                 missed.append((candidate, fact("missed_dispatched", replicas=replicas)))
         cheapest = min((costed.cost for costed in done), default=math.inf)
@@ -230,16 +235,6 @@ def _stressed(
 
 def _least_cost(costed: Costed, prices: Mapping[str, float]) -> float:
     return costed.deployment.fewest * _unit(costed.deployment.candidate, prices)
-
-
-def _resized(costed: Costed, replicas: int, simulated: Stress, prices: Mapping[str, float]) -> Costed:
-    """The deployment with the number of replicas that its complete simulation has found."""
-    before = costed.deployment
-    reading = before.reading and replace(
-        before.reading, output_tokens_per_s=before.reading.output_tokens_per_s * before.replicas / replicas
-    )
-    deployment = replace(before, replicas=replicas, reading=reading)
-    return Costed(deployment, replicas * _unit(before.candidate, prices), simulated)
 
 
 def _unit(candidate: Candidate, prices: Mapping[str, float]) -> float:

@@ -70,7 +70,10 @@ def next_load(search: SearchSettings, probes: Sequence[Probe]) -> float | None:
         return search.rounded(search.start)
     low, high = bracket(search, probes)
     if low is None:
-        return _lower(search, min(probe.load for probe in probes))
+        lowest = min(probe.load for probe in probes)
+        if lowest <= (1 if search.integer else _LOWEST * search.start):
+            return None
+        return search.rounded(lowest / 2)
     if high is None:
         return None if low >= search.most or waits_only(search, probes) else search.rounded(2 * low)
     if search.integer and high - low <= 1 and len(probes) >= FEWEST:
@@ -91,7 +94,9 @@ def next_load(search: SearchSettings, probes: Sequence[Probe]) -> float | None:
         return load
     if (high - low) / (high + low) > search.precision:
         return _between(search, low, high, probes)
-    again = _unconfirmed(low, high, probes)
+    seen = {end: sum(probe.load == end for probe in probes) for end in (low, high)}
+    least = min(seen, key=lambda end: seen[end])
+    again = least if seen[least] < _CONFIRMED else None
     return _refined(search, probes, estimated) if again is None and estimated.half_width > search.precision else again
 
 
@@ -114,25 +119,12 @@ def probes_left(search: SearchSettings, probes: Sequence[Probe]) -> int:
     return max(1, math.ceil(len(probes) * ((reached.half_width / search.precision) ** 2 - 1)))
 
 
-def _lower(search: SearchSettings, lowest: float) -> float | None:
-    if lowest <= (1 if search.integer else _LOWEST * search.start):
-        return None
-    return search.rounded(lowest / 2)
-
-
 def _between(search: SearchSettings, low: float, high: float, probes: Sequence[Probe]) -> float:
     """A load inside the bracket: its middle on a log scale."""
     middle = search.rounded(math.sqrt(low * high))
     if search.integer and middle in (low, high):
         return low if sum(p.load == low for p in probes) <= sum(p.load == high for p in probes) else high
     return middle
-
-
-def _unconfirmed(low: float, high: float, probes: Sequence[Probe]) -> float | None:
-    """The end of the bracket with fewer probes; None if both have enough."""
-    seen = {end: sum(probe.load == end for probe in probes) for end in (low, high)}
-    least = min(seen, key=lambda end: seen[end])
-    return least if seen[least] < _CONFIRMED else None
 
 
 def _overloading(search: SearchSettings, probes: Sequence[Probe], estimated: Estimate) -> float | None:

@@ -263,6 +263,12 @@ def _remarks(plan: DeploymentPlan) -> list[str]:
     choice, demand, prices = plan.deployments, plan.demand, plan.prices
     best = choice.carrying[0]
     candidate, gpus = best.deployment.candidate, best.deployment.gpus
+    shown = [costed.deployment.candidate for costed in choice.carrying]
+    settings = [
+        {"device": candidate.device, "instance": _short(candidate), "policy": candidate.policy} for candidate in shown
+    ]
+    owner = by_settings(settings, lambda _, values: values, "deployments")
+    lines = told_once([_caveats_of(costed, plan.spec) for costed in choice.carrying], owner)
     return [
         f"Cheapest that carries {_carried(demand)}: {best.deployment.replicas} x {candidate.device} "
         f"{candidate.shape} under {candidate.policy}{_varied_of(choice)(candidate)}, "
@@ -270,7 +276,7 @@ def _remarks(plan: DeploymentPlan) -> list[str]:
         + (f", {_per_million(best, prices):.3g} per million output tokens, " if prices else "")
         + (f"{_per_thousand(best, demand):.3g} per 1,000 requests." if prices else "."),
         *_weaknesses(best, demand),
-        *map(numbers.sentence, _caveats(choice, plan.spec)),
+        *map(numbers.sentence, [f"{line.removesuffix('.')}." for line in lines]),
     ]
 
 
@@ -313,17 +319,6 @@ def _types(server: EngineOptions) -> str:
     """The data types that were asked for."""
     cache = "" if server.kv_cache_dtype == "auto" else f", KV cache in {server.kv_cache_dtype}"
     return (f", weights in {server.quantization}" if server.quantization else "") + cache
-
-
-def _caveats(choice: DeploymentChoice, spec: RunSpec) -> list[str]:
-    """What is not measured, and matters, of the deployments shown: each said once, with those it holds for."""
-    shown = [costed.deployment.candidate for costed in choice.carrying]
-    settings = [
-        {"device": candidate.device, "instance": _short(candidate), "policy": candidate.policy} for candidate in shown
-    ]
-    owner = by_settings(settings, lambda _, values: values, "deployments")
-    lines = told_once([_caveats_of(costed, spec) for costed in choice.carrying], owner)
-    return [f"{line.removesuffix('.')}." for line in lines]
 
 
 def _caveats_of(costed: Costed, spec: RunSpec) -> tuple[RunWarning, ...]:

@@ -172,7 +172,11 @@ def read_measured(
     good = np.logical_and.reduce([ok, *(mask | ~of for of, mask in zip(masks, met, strict=True))])
     ttft = (columns.first_token - columns.intended)[ok & columns.generated].astype(np.float64)
     tpot = tpot_ns(columns, ok)
-    probe = Probe(load, run.seed, counts, runaway, failed, _served_per_s(columns))
+    arrivals = columns.intended[columns.intended != MISSING]
+    start, end = int(np.quantile(arrivals, 0.5)), int(arrivals.max())
+    probe = Probe(
+        load, run.seed, counts, runaway, failed, _ended_between(columns, 0.5, 1.0) / max(1, end - start) * 1e9
+    )
     return ProbeReading(
         probe=probe,
         run_dir=run.run_dir,
@@ -284,13 +288,6 @@ def _still_filling(columns: RequestColumns) -> bool:
     """
     before, last = (_ended_between(columns, *edges) for edges in ((0.5, 0.75), (0.75, 1.0)))
     return before + last < _FEWEST_ENDED or last > _FASTER * before + 2 * math.sqrt(before + last)
-
-
-def _served_per_s(columns: RequestColumns) -> float:
-    """Sessions completed per second in the second half of the arrivals, when an overloaded system is full."""
-    arrivals = columns.intended[columns.intended != MISSING]
-    start, end = int(np.quantile(arrivals, 0.5)), int(arrivals.max())
-    return _ended_between(columns, 0.5, 1.0) / max(1, end - start) * 1e9
 
 
 def _ended_between(columns: RequestColumns, after: float, until: float) -> int:
