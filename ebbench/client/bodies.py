@@ -150,7 +150,6 @@ class RequestBodies:
         return msgspec.json.encode(whole)
 
     def _asked(self, turn: Turn, history: Sequence[tuple[str, str]]) -> dict[str, Any]:
-        """The fields of the prompt."""
         field = self._dialect.prompt
         if self._dialect.holds == "messages":
             earlier = [

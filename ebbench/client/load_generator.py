@@ -86,7 +86,6 @@ def _refuse(answer: StreamedResponse, what: str, options: ClientOptions, environ
 
 
 async def _sent(load: MachineLoad, turns: Sequence[Turn], environ: Mapping[str, str]) -> list[StreamedResponse]:
-    """The answers to requests that are not recorded."""
     if not turns:
         return []
     bodies, gate = RequestBodies(load.model, load.options), asyncio.Semaphore(_AT_ONCE)
@@ -321,7 +320,6 @@ async def _drive(
 
 
 def _asked_facts(load: MachineLoad) -> dict[str, Any]:
-    """Which server was asked, and how."""
     options = load.options
     facts = {
         "server": str(load.url),

@@ -502,7 +502,6 @@ def errors_of_httpx() -> Iterator[None]:
 
 
 async def _bounded_body(response: httpx.Response) -> bytes:
-    """What is kept of a body that is no answer."""
     body = bytearray()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(BODY_S):

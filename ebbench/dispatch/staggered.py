@@ -136,8 +136,6 @@ OF_THE_CALLER = {
     "forward_ms": Setting("forward time assumed before one is measured", unit="ms", at_least=0),
 }
 """Settings that replace the arguments of :func:`ebbench.dispatch.make_dispatcher`."""
-
-
 LEAST_PASSES = 8
 """A line fitted through fewer passes is not meaningful."""
 FIRST_GUESS, LEAST_SHARE, MOST_SHARE = 0.25, 0.02, 1.0

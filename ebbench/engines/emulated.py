@@ -124,7 +124,6 @@ class VirtualClients(Clients):
         self.gone(self.hang_ups.still_wanted(rows))
 
     def _bring(self, rows: list[int]) -> None:
-        """See Clients."""
         for row in rows:
             entry_ns = self._front_end.enter(row, self.now_ns)
             if entry_ns <= self.now_ns:
@@ -136,7 +135,6 @@ class VirtualClients(Clients):
         self._ready += self.hang_ups.still_wanted([row])
 
     def _withdraw(self, row: int) -> None:
-        """See Clients."""
         if row in self._ready:
             self._ready.remove(row)
         else:

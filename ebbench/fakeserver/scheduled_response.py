@@ -313,7 +313,6 @@ class ScheduledResponse:
 
     @property
     def _field(self) -> str:
-        """Field of the next delta."""
         length, field = self._thinking
         return field if self._sent < length else "content"
 

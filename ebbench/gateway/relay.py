@@ -60,8 +60,6 @@ class LineBuffer:
 
 BYTES_PER_TOKEN = 4.0
 """For English text. The servers count exactly; the dispatcher only compares requests with each other."""
-
-
 _MOST_BYTES = 1 << 23
 _MOST_BLOCKS = 2048  # of a prefix: 2**20 tokens; more would stop the event loop for seconds
 _MOST_TOKENS = 1 << 24  # no model answers with more; a larger number would decide where every other request goes

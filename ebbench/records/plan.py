@@ -20,17 +20,9 @@ from ebbench.records import CHUNK_TOKENS
 from ebbench.records.warnings import RunWarning
 
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-
 _BLOCK_KEY = b"block_tokens"
-
-
 _STREAM_SALT = 0x9E3779B97F4A7C15
-
-
 _CHUNK_SALT = 0xD1B54A32D192ED03
-
-
 _MASK = (1 << 64) - 1
 
 

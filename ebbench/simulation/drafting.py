@@ -135,7 +135,6 @@ class DraftingScheduler(Scheduler):
         return 0 if self.state.partial[running].any() else self._drafting.tokens
 
     def _existing(self, rows: Ints) -> Ints:
-        """Tokens of ``rows`` that exist for the scheduler."""
         return np.add(self.state.prompt.take(rows), self.state.outputs(rows))
 
     def published_tokens(self, row: int) -> int:
@@ -175,7 +174,6 @@ class DraftingScheduler(Scheduler):
         return candidates, tokens, budget - int(np.add.reduce(tokens))
 
     def _slots(self, tokens: Ints) -> Ints:
-        """See Scheduler."""
         return np.minimum(tokens + self.lookahead_tokens, self.longest_tokens)
 
     def _blocks_needed(self, rows: Ints, tokens: Ints) -> Ints:

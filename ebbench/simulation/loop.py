@@ -257,13 +257,11 @@ class EventLoop(Clients):
         self.wake_if_idle(index, stage.engine_of_unit[unit])
 
     def _refused(self, row: int) -> None:
-        """The dispatcher refuses a request."""
         self.hang_ups.ended([row])
         self.failed[row] = ("http_429", "flow control: waited too many dispatch cycles", 429)
         self._release(self._lose(row, self.never_sent))
 
     def _hang_up(self, row: int) -> bool:
-        """See Clients."""
         hangs_up = super()._hang_up(row)
         if hangs_up:
             self.poll(FRONT)

@@ -43,8 +43,6 @@ A server begins its next step as soon as one has ended, so a request that answer
 step, however fast the client is. One nanosecond says this and no more; the API server's time comes on top.
 """
 FRONT, BACK = 0, 1  # stages: the one that clients reach, and the one for decodes alone
-
-
 Failure = tuple[str, str, int | None]
 """Error class, message and HTTP status of a request that failed."""
 Ints = npt.NDArray[np.int64]

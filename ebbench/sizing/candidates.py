@@ -31,8 +31,6 @@ from ebbench.workloads.mixture import class_names
 from ebbench.workloads.options import is_recorded
 
 DEFAULT_TP = (1, 2, 4, 8)
-
-
 SESSIONS = 2000
 """Fewest per simulation."""
 DEFAULT_POLICIES = ("v1", "ebplus", "marginal")

@@ -145,7 +145,6 @@ def _variation(count: MetCounts, merged: int) -> tuple[float, int]:
 
 
 def _merge_batches(batches: Sequence[tuple[int, int]], merged: int) -> list[tuple[int, int]]:
-    """Sums of ``merged`` neighbouring batches each."""
     parts = [batches[first : first + merged] for first in range(0, len(batches), merged)]
     return [(sum(met for met, _ in part), sum(counted for _, counted in part)) for part in parts]
 
@@ -164,6 +163,11 @@ class Requirement:
     share: float
     of_class: str | None = None
     slo: Slo = field(default_factory=Slo, compare=False)
+
+    def __str__(self) -> str:
+        """Of a percentile, as ``--goodput`` has it: ``ttft:p99:2000``."""
+        (limit_ms,) = self.slo.limits().values()
+        return f"{self.name}:p{100 * self.share:g}:{limit_ms:g}"
 
 
 @dataclass(frozen=True)

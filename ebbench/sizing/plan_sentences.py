@@ -178,7 +178,6 @@ def _headroom(demand: Demand) -> float:
 
 
 def _carried(demand: Demand) -> str:
-    """What a deployment was sized for."""
     with_headroom = f"{100 * (1 + demand.headroom):g} % of this rate" if demand.headroom else "this rate"
     return f"{with_headroom}{f', and this rate with {_lost(demand)} lost' if demand.spare else ''}"
 
@@ -245,7 +244,6 @@ _EFFICIENT = "+: none has as many output tokens/s both per user and per GPU."
 
 
 def _legend(choice: DeploymentChoice, demand: Demand) -> list[str]:
-    """What the table of deployments shows."""
     candidate = choice.carrying[0].deployment.candidate
     sizes = f"B = {candidate.max_num_batched_tokens:,} tokens per step, N = {candidate.max_num_seqs:,} sequences."
     return [

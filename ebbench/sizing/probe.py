@@ -218,7 +218,6 @@ def memory_full(run: Run) -> float:
 
 
 def _failed_share(columns: RequestColumns) -> float:
-    """Share of the requests that failed at the server."""
     lost = (columns.status == "failed") | (columns.status == "timed_out")
     return float(lost.mean()) if len(lost) else 0.0
 
@@ -251,7 +250,6 @@ def _correlated(counts: MetCounts) -> bool:
 
 
 def _shares(columns: RequestColumns, counted: Mask, limits: LatencyLimits) -> dict[str, float]:
-    """Share of the counted requests that met each limit alone."""
     shares = {}
     by_requirement = list(zip(limits.requirements(), limits.masks(columns), strict=True))
     for at, (requirement, of) in enumerate(by_requirement):

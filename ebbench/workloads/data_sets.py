@@ -260,11 +260,7 @@ def _histories(sample: _Sample, output_tokens: Int32s, counter: TokenCounter) ->
 # the same workload needs no network.
 
 PROBE_S = 3.0
-
-
 _DEFAULT_ENDPOINT = "https://huggingface.co"
-
-
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 TIME_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 """Units of a trace's times, and how many of each make a second."""
-
-
 RECORDED = ("trace:", "log:")
 """Prefixes of a workload that is a file of recorded requests; both mean the same."""
 
