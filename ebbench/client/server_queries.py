@@ -127,11 +127,6 @@ class _Page:
         self.first_on_connection, self.body = True, bytearray()
         self._limit_bytes = limit_bytes
 
-    @property
-    def too_large(self) -> bool:
-        """Whether more came than was asked for."""
-        return len(self.body) > self._limit_bytes
-
     def sent(self, now_ns: int) -> None:
         """See AnswerReceiver."""
 
@@ -145,7 +140,7 @@ class _Page:
     def feed(self, data: bytes, now_ns: int) -> None:
         """Keep bytes of the body; end the exchange at the limit, by an exception in the parser."""
         self.body += data
-        if self.too_large:
+        if len(self.body) > self._limit_bytes:
             raise AnswerTooLargeError
 
 
@@ -171,7 +166,7 @@ class _Direct:
         except TimeoutError:
             raise IdleTimeoutError(f"no complete answer within {timeout_s:.3g} s") from None
         except TransportError:
-            if not page.too_large:
+            if not (len(page.body) > page._limit_bytes):
                 raise
             rest = b""
         finally:
@@ -180,7 +175,7 @@ class _Direct:
         if limit_bytes is None:
             return Answer(exchange.status, headers, b"")
         coding = headers.get("content-encoding", "identity")
-        if page.too_large or (len(rest) >= BODY_BYTES and coding != "identity"):
+        if (len(page.body) > page._limit_bytes) or (len(rest) >= BODY_BYTES and coding != "identity"):
             raise AnswerTooLargeError(f"larger than {limit_bytes:,} bytes")
         return Answer(exchange.status, headers, decoded(bytes(page.body) or rest, coding, limit_bytes))
 

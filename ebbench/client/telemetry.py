@@ -22,8 +22,6 @@ from ebbench.records.schema import tokens_after_first_of
 from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.client import ClientOptions
 
-Sink = Callable[[pa.Table], None]
-"""Takes finished requests in the REQUESTS schema."""
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 _TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 _CONNECT_S, _FLUSH_MS = 5.0, 10_000
@@ -188,17 +186,18 @@ class _Counting:
 class Telemetry:
     """The parts that the options ask for. ``warnings``: known after the ``with`` block of :func:`telemetry`."""
 
-    def __init__(self) -> None:
-        self.sinks: list[Sink] = []
-        self.spans: RequestSpans | None = None
+    def __init__(self, spans: RequestSpans | None, page: LiveMetrics | None) -> None:
+        self._spans, self._page = spans, page
         self.warnings: tuple[RunWarning, ...] = ()
 
     def add(self, requests: pa.Table, start_ns: int) -> None:
         """Pass finished requests of a run that started at ``start_ns`` (monotonic) on."""
-        if self.spans is not None and not self.spans.wall_start_ns:
-            self.spans.wall_start_ns = time.time_ns() - time.monotonic_ns() + start_ns
-        for sink in self.sinks:
-            sink(requests)
+        if self._spans is not None:
+            if not self._spans.wall_start_ns:
+                self._spans.wall_start_ns = time.time_ns() - time.monotonic_ns() + start_ns
+            self._spans.add(requests)
+        if self._page is not None:
+            self._page.add(requests)
 
 
 @contextmanager
@@ -206,21 +205,18 @@ def telemetry(
     options: ClientOptions, model: str, planned: int, open_requests: Callable[[], int]
 ) -> Iterator[Telemetry]:
     """Open what the options ask for; close it at the end, also after an error."""
-    collected = Telemetry()
-    page: LiveMetrics | None = None
+    spans = page = None
     if options.otlp_endpoint is not None:
-        collected.spans = RequestSpans(options.otlp_endpoint, model, _operation(options), planned)
-        collected.sinks.append(collected.spans.add)
+        spans = RequestSpans(options.otlp_endpoint, model, _operation(options), planned)
     try:
         if options.metrics_port is not None:
             page = LiveMetrics(options.metrics_port, open_requests)
-            collected.sinks.append(page.add)
-        yield collected
+        yield (collected := Telemetry(spans, page))
     finally:
         if page is not None:
             page.close()
-        if collected.spans is not None:
-            collected.warnings = collected.spans.close()
+        told = () if spans is None else spans.close()
+    collected.warnings = told
 
 
 def _operation(options: ClientOptions) -> str:

@@ -95,20 +95,15 @@ def dispatch_request(key: int, body: bytes, *, prefix: bool) -> DispatchRequest:
 
 
 def _tokens(raw: bytes) -> int:
-    if _is_ids(raw):
+    if raw[:1] == b"[" and raw[1:2].isdigit():
         return raw.count(b",") + 1
     return max(1, round(len(raw) / BYTES_PER_TOKEN))
-
-
-def _is_ids(raw: bytes) -> bool:
-    """Whether the prompt is a list of token ids instead of text or messages."""
-    return raw[:1] == b"[" and raw[1:2].isdigit()
 
 
 def _blocks(raw: bytes, tokens: int) -> tuple[int, ...]:
     """Hashes of the leading blocks of about CHUNK_TOKENS tokens; each hash covers all text before it."""
     pieces: list[Any]
-    if _is_ids(raw):
+    if raw[:1] == b"[" and raw[1:2].isdigit():
         most = min(tokens, _MOST_BLOCKS * CHUNK_TOKENS)
         ids = raw[1:-1].split(b",", most)
         pieces = [b",".join(ids[i : i + CHUNK_TOKENS]) for i in range(0, most - CHUNK_TOKENS + 1, CHUNK_TOKENS)]

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.config.declare import MOST_SECONDS, named_settings, settings_of
-from ebbench.errors import UnknownNameError, UsageError
+from ebbench.errors import RunError, UnknownNameError, UsageError
 from ebbench.records.plan import Plan, with_block_tokens
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.records.warnings import RunWarning, warning
@@ -601,11 +601,7 @@ def _gather(workload: WorkloadSpec, profile: Profile, source: str, selection: Se
         from ebbench.workloads.data_sets import from_file
 
         return from_file(workload, Path(source.removeprefix("file:")).expanduser(), selection)
-    if source == "hub":
-        from ebbench.workloads.data_sets import from_hub
-
-        return from_hub(workload, selection)
-    if workload.fitted is not None and not selection.lengths_set:
+    if source != "hub" and workload.fitted is not None and not selection.lengths_set:
         from ebbench.workloads.fitted import draw_fitted
 
         facts = {"source": "fitted", "source_reason": f"distributions in the file of {workload.name}"}
@@ -617,13 +613,16 @@ def _gather(workload: WorkloadSpec, profile: Profile, source: str, selection: Se
         return _from_profile(profile, selection, "synthetic workload")
     if selection.lengths_set:
         return _from_profile(profile, selection, "lengths were set")
-    if workload.hub is None:
+    if workload.hub is None:  # which _check_source refuses for source hub
         return _from_profile(profile, selection, "the workload's file names no data set on the hub")
     from ebbench.workloads.data_sets import UnreadableError, read_hub
 
     try:
         return read_hub(workload, selection)
     except UnreadableError as error:
+        if source == "hub":
+            remedy = "use --source profile for lengths from published statistics, or file:PATH"
+            raise RunError(f"--source hub: {error}; {remedy}") from None
         published = warning("published-lengths", workload=workload.name, why=str(error))
         return _from_profile(profile, selection, str(error), (published,))
 
