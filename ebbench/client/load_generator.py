@@ -67,19 +67,6 @@ async def warm_up(load: MachineLoad, plan: Plan, environ: Mapping[str, str]) -> 
         _refuse(failed[0], "every warm-up request failed", load.options, environ)
 
 
-async def prime(load: MachineLoad, plan: Plan, environ: Mapping[str, str]) -> None:
-    """Put what the plan takes for held into the server's prefix cache. Raises RunError if a request for it fails."""
-    names = ("content", "hash_ids", "input_tokens", "output_tokens")
-    turns = [
-        Turn(row=0, request_id="", turn=0, prompt=None, block_tokens=block_tokens(plan.table), **row)
-        for row in primed(plan.table).select(names).to_pylist()
-    ]
-    answers = await _sent(load, turns, environ)
-    if failed := [answer for answer in answers if answer.error_class is not None]:
-        what = f"{len(failed)} of {len(answers)} requests that fill the prefix cache before the run failed"
-        _refuse(failed[0], what, load.options, environ)
-
-
 def _refuse(answer: StreamedResponse, what: str, options: ClientOptions, environ: Mapping[str, str]) -> NoReturn:
     body = redacted(answer.error_body, secrets(options, environ))[:200]
     raise RunError(f"{what} ({answer.error_class}: {body})")
@@ -243,7 +230,15 @@ async def _made_ready(
     )
     await warm_up(load, plan, environ)
     reset = options.reset_prefix_cache and await server.reset_prefix_cache()
-    await prime(load, plan, environ)
+    names = ("content", "hash_ids", "input_tokens", "output_tokens")
+    turns = [
+        Turn(row=0, request_id="", turn=0, prompt=None, block_tokens=block_tokens(plan.table), **row)
+        for row in primed(plan.table).select(names).to_pylist()
+    ]
+    answers = await _sent(load, turns, environ)
+    if failed := [answer for answer in answers if answer.error_class is not None]:
+        what = f"{len(failed)} of {len(answers)} requests that fill the prefix cache before the run failed"
+        _refuse(failed[0], what, load.options, environ)
     return _Ready(served, version, load, reset)
 
 

@@ -23,9 +23,9 @@ from ebbench.client.request_sender import BODY_BYTES, ConnectionPool, errors_of_
 from ebbench.client.stream_messages import parse_document
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
-from ebbench.network.connections import IdleTimeoutError, RequestHead, TransportError, tls_context
+from ebbench.network.connections import IDLE_LIMIT_S, IdleTimeoutError, RequestHead, TransportError, tls_context
 from ebbench.network.credentials import KEY_VARIABLES, api_key, redacted
-from ebbench.network.questions import Answer, AnswerTooLargeError, ask, decoded, one_off_limits
+from ebbench.network.questions import Answer, AnswerTooLargeError, ask, decoded
 from ebbench.process.termination import signals_here, stoppable_from
 from ebbench.records.schema import SERVER_METRICS
 from ebbench.records.warnings import RunWarning, health_in_words, warning
@@ -189,8 +189,10 @@ class _Httpx:
     def __init__(self, headers: Mapping[str, str], tls: ssl.SSLContext | None) -> None:
         import httpx
 
+        # No idle connection is kept: it would occupy a thread of a server that has few of them.
+        limits = httpx.Limits(max_keepalive_connections=0, keepalive_expiry=IDLE_LIMIT_S)
         self._client = httpx.AsyncClient(
-            headers=headers, timeout=_ASK_TIMEOUT_S, limits=one_off_limits(), verify=False if tls is None else tls
+            headers=headers, timeout=_ASK_TIMEOUT_S, limits=limits, verify=False if tls is None else tls
         )
 
     async def ask(self, method: str, url: str, timeout_s: float, limit_bytes: int | None, json: bytes | None) -> Answer:

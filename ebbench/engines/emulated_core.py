@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -473,7 +474,7 @@ def build_core(
             max_model_len=max_model_len,
             enable_chunked_prefill=True,
             enable_prefix_caching=options.enable_prefix_caching,
-            prefix_caching_hash_algo="xxhash" if _has_xxhash() else "sha256",
+            prefix_caching_hash_algo="xxhash" if importlib.util.find_spec("xxhash") else "sha256",
             long_prefill_token_threshold=min(options.long_prefill_token_threshold, max_model_len),
             **chosen,
             async_scheduling=options.async_scheduling and options.drafts is None,  # which n-grams do not allow
@@ -539,14 +540,6 @@ def make_request(
         priority=priority,
         block_hasher=core.request_block_hasher,
     )
-
-
-def _has_xxhash() -> bool:
-    try:
-        import xxhash  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 __all__ = ["VirtualClock", "VirtualExecutor", "build_core", "make_request"]

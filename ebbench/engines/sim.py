@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -153,20 +154,13 @@ class SimEngine:
 def _kv_managers(plan: Plan, options: EngineOptions) -> list[MakeKv]:
     """The fastest KV manager that may be exact for the plan, then one that always is."""
 
-    def counting(state: RequestState, total: int) -> CountingKv:
-        return CountingKv(state, total, caching=False)
-
-    def by_stream(state: RequestState, total: int) -> StreamKv:
-        return StreamKv(state, total, options.block_size)
-
-    def by_identity(state: RequestState, total: int) -> CachingKv:
-        return CachingKv(state, total, options.block_size)
-
     if not options.enable_prefix_caching:
-        return [counting]
+        return [lambda state, total: CountingKv(state, total, caching=False)]
+    by_identity = partial(CachingKv, block_size=options.block_size)
     # What a drafter computes again of a cached prefix stays in the cache beside it.
     computed_twice = options.drafts is not None and options.drafts.rules.own_kv
-    return [by_stream, by_identity] if streams_take_turns(plan) and not computed_twice else [by_identity]
+    turns = streams_take_turns(plan) and not computed_twice
+    return [partial(StreamKv, block_size=options.block_size), by_identity] if turns else [by_identity]
 
 
 def _nothing_shared(plan: Plan) -> bool:

@@ -6,9 +6,10 @@ the sentence that is shown. Runs stored by earlier versions have the sentence it
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -182,28 +183,15 @@ class _Range(float):
 
     __hash__ = float.__hash__
 
-    def _with(self, other: float, operation: Callable[[float, float], float]) -> _Range:
+    def _with(self, operation: Callable[[float, float], float], other: float) -> _Range:
         others = other.ends if isinstance(other, _Range) else (other, other)
         return _Range(*sorted(map(operation, self.ends, others)))
 
-    def __add__(self, other: float) -> _Range:
-        return self._with(other, lambda end, by: end + by)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: float) -> _Range:
-        return self._with(other, lambda end, by: end - by)
-
-    def __rsub__(self, other: float) -> _Range:
-        return self._with(other, lambda end, by: by - end)
-
-    def __mul__(self, other: float) -> _Range:
-        return self._with(other, lambda end, by: end * by)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: float) -> _Range:
-        return self._with(other, lambda end, by: end / by)
+    __add__ = __radd__ = partialmethod(_with, operator.add)  # type: ignore[assignment]
+    __sub__ = partialmethod(_with, operator.sub)  # type: ignore[assignment]
+    __rsub__ = partialmethod(_with, lambda end, by: by - end)  # type: ignore[assignment]
+    __mul__ = __rmul__ = partialmethod(_with, operator.mul)  # type: ignore[assignment]
+    __truediv__ = partialmethod(_with, operator.truediv)  # type: ignore[assignment]
 
 
 def _label(stated: bool) -> str:

@@ -121,7 +121,9 @@ def choose(
         advance("saturated rates", len(bounds), len(specs))
     refused = [(bounded.candidate, bounded.refused) for bounded in bounds if bounded.refused]
     waiting = [bounded for bounded in bounds if not bounded.refused]
-    waiting.sort(key=lambda bounded: (_least(bounded, demand, prices), bounded.candidate.gpus))
+    waiting.sort(
+        key=lambda bounded: (bounded.fewest(demand) * _unit(bounded.candidate, prices), bounded.candidate.gpus)
+    )
     while waiting:
         chunk, waiting = waiting[:_CHUNK], waiting[_CHUNK:]
         jobs = []
@@ -212,19 +214,14 @@ def _stressed(
             else:
                 missed.append((candidate, fact("missed_dispatched", replicas=replicas)))
         cheapest = min((costed.cost for costed in done), default=math.inf)
-        due = [costed for costed in left if _least_cost(costed, prices) < cheapest][:STRESSED]
+        due = [
+            costed for costed in left
+            if costed.deployment.fewest * _unit(costed.deployment.candidate, prices) < cheapest
+        ][:STRESSED]  # fmt: skip
         left = [costed for costed in left if costed not in due]
     return sorted([*done, *left], key=_rank), missed
-
-
-def _least_cost(costed: Costed, prices: Mapping[str, float]) -> float:
-    return costed.deployment.fewest * _unit(costed.deployment.candidate, prices)
 
 
 def _unit(candidate: Candidate, prices: Mapping[str, float]) -> float:
     """Cost of one replica per hour; without prices its number of GPUs."""
     return candidate.gpus * prices.get(candidate.device, 1.0)
-
-
-def _least(bounded: Bound, demand: Demand, prices: Mapping[str, float]) -> float:
-    return bounded.fewest(demand) * _unit(bounded.candidate, prices)

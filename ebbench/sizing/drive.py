@@ -302,24 +302,18 @@ def search_capacity(
         known = judged(config, readings)
         seen(known[-1], _supported(search, known))
     known = judged(config, readings)
-    alone_met = tuple(
-        (requirement, _supported_alone(search, known, at)) for at, requirement in enumerate(search.requirements)
-    )
-    return SearchOutcome(_supported(search, known), tuple(known), alone, stopped, requirements=alone_met)
+    by_requirement = []
+    for at, requirement in enumerate(search.requirements):  # the load up to which it is met, whatever the others
+        probes = [replace(reading.probe, counts=(reading.probe.counts[at],)) for reading in known]
+        single = [replace(reading, probe=probe) for reading, probe in zip(known, probes, strict=True)]
+        by_requirement.append((requirement, _supported(replace(search, requirements=(requirement,)), single)))
+    found = _supported(search, known)
+    return SearchOutcome(found, tuple(known), alone, stopped, requirements=tuple(by_requirement))
 
 
 def _is_of(name: str, word: str) -> bool:
     """Whether the limit ``name`` (``ttft``, ``ttft:p99:500``) is one on ``word`` (``ttft``, ``chat:ttft``)."""
     return f"{name}:".startswith(f"{word}:")
-
-
-def _supported_alone(search: SearchSettings, readings: Sequence[ProbeReading], index: int) -> Estimate:
-    """The load up to which one requirement is met, whatever the others."""
-    only = replace(search, requirements=(search.requirements[index],))
-    alone = [
-        replace(reading, probe=replace(reading.probe, counts=(reading.probe.counts[index],))) for reading in readings
-    ]
-    return _supported(only, alone)
 
 
 def _supported(search: SearchSettings, readings: Sequence[ProbeReading]) -> Estimate:

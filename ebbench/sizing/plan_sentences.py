@@ -48,9 +48,15 @@ REFUSALS: Texts = {
 def parts(plan: DeploymentPlan) -> list[Table | str]:
     """The printed tables and sentences, in order."""
     choice, demand, spec = plan.deployments, plan.demand, plan.spec
+    server, asked = spec.server, {name: getattr(spec.server, name) for name in ENGINE_ALONE}
+    types = f", weights in {server.quantization}" if server.quantization else ""
+    types += "" if server.kv_cache_dtype == "auto" else f", KV cache in {server.kv_cache_dtype}"
+    in_front = [f"{option_name(name)} {asked[name]}" for name in asked if asked[name] != getattr(EngineOptions, name)]
+    if in_front:
+        types += f", {' '.join(in_front)}"
     lines: list[Table | str] = [
         f"{_model(spec)}, {spec.plan.workload}: {demand.rate:g} sessions/s within {demand.limits}. Simulated on device "
-        f"models that hold as much KV cache as vLLM {_version(spec)}{_types(spec.server)}{_in_front(spec.server)}; "
+        f"models that hold as much KV cache as vLLM {_version(spec)}{types}; "
         "reports/fidelity/ has the error of each."
     ]
     if choice.carrying:
@@ -123,13 +129,6 @@ def _all_candidates(choice: DeploymentChoice) -> list[Candidate]:
         *(entry for entry, _ in choice.refused),
         *choice.pruned,
     ]
-
-
-def _in_front(server: EngineOptions) -> str:
-    """What of a replica's front end was asked for."""
-    asked = {name: getattr(server, name) for name in ENGINE_ALONE}
-    words = [f"{option_name(name)} {asked[name]}" for name in asked if asked[name] != getattr(EngineOptions, name)]
-    return f", {' '.join(words)}" if words else ""
 
 
 def _table(plan: DeploymentPlan) -> Table:
@@ -311,12 +310,6 @@ def _experts(choice: DeploymentChoice, model: str) -> list[str]:
         f"No candidate shares experts between its GPUs; --instance tp={most},ep={most} and --instance "
         f"dp={most},ep={most} add such instances."
     ]
-
-
-def _types(server: EngineOptions) -> str:
-    """The data types that were asked for."""
-    cache = "" if server.kv_cache_dtype == "auto" else f", KV cache in {server.kv_cache_dtype}"
-    return (f", weights in {server.quantization}" if server.quantization else "") + cache
 
 
 def _caveats_of(costed: Costed, spec: RunSpec) -> tuple[RunWarning, ...]:
