@@ -187,11 +187,11 @@ class _Range(float):
         others = other.ends if isinstance(other, _Range) else (other, other)
         return _Range(*sorted(map(operation, self.ends, others)))
 
-    __add__ = __radd__ = partialmethod(_with, operator.add)  # type: ignore[assignment]
-    __sub__ = partialmethod(_with, operator.sub)  # type: ignore[assignment]
-    __rsub__ = partialmethod(_with, lambda end, by: by - end)  # type: ignore[assignment]
-    __mul__ = __rmul__ = partialmethod(_with, operator.mul)  # type: ignore[assignment]
-    __truediv__ = partialmethod(_with, operator.truediv)  # type: ignore[assignment]
+    __add__ = __radd__ = partialmethod(_with, operator.add)
+    __sub__ = partialmethod(_with, operator.sub)
+    __rsub__ = partialmethod(_with, lambda end, by: by - end)
+    __mul__ = __rmul__ = partialmethod(_with, operator.mul)
+    __truediv__ = partialmethod(_with, operator.truediv)
 
 
 def _label(stated: bool) -> str:
