@@ -231,26 +231,21 @@ def _level(level: Level | None) -> str:
     return "over" if level.overloaded else f"{100 * level.attainment:.0f}"
 
 
-def _overloads(choice: DeploymentChoice) -> Iterator[str]:
-    """What "over" means, where the table has it."""
-    stressed = [costed.stress for costed in choice.carrying if costed.stress is not None]
-    levels = [level for costed in stressed for level in (costed.at_rate, costed.with_headroom, costed.lost)]
-    if any(level is not None and level.overloaded for level in levels):
-        yield "over: the queue grows for as long as requests come."
-
-
 _EFFICIENT = "+: none has as many output tokens/s both per user and per GPU."
 
 
 def _legend(choice: DeploymentChoice, demand: Demand) -> list[str]:
     candidate = choice.carrying[0].deployment.candidate
+    stressed = [costed.stress for costed in choice.carrying if costed.stress is not None]
+    levels = [level for costed in stressed for level in (costed.at_rate, costed.with_headroom, costed.lost)]
+    over = any(level is not None and level.overloaded for level in levels)
     sizes = f"B = {candidate.max_num_batched_tokens:,} tokens per step, N = {candidate.max_num_seqs:,} sequences."
     return [
         "*: no other deployment shown costs no more and has as low a TTFT and TPOT.",
         f"met: % of the requests sent in the steady window that keep the limits, at the rate, at "
         f"{100 * (1 + _headroom(demand)):g} % of it and at the rate with {_lost(demand)} lost. "
         "Of the best deployments all replicas are simulated behind a least-outstanding dispatcher, of the others one.",
-        *_overloads(choice),
+        *(["over: the queue grows for as long as requests come."] if over else []),
         *([] if _varied_of(choice)(candidate) else [sizes]),
     ]
 

@@ -27,13 +27,6 @@ from ebbench.sizing.probe import ProbeReading
 FILE = "capacity-answers.json"
 
 
-def outcome_rows(
-    outcomes: Mapping[str, SearchOutcome], by_concurrency: bool, limits: LatencyLimits, notes: Sequence[str] = ()
-) -> list[dict[str, Any]]:
-    """One object per policy. ``notes``: warnings that all policies share."""
-    return [as_dict(name, outcome, by_concurrency, limits, notes) for name, outcome in outcomes.items()]
-
-
 def store(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Write the results into the directory of the search."""
     files.write_bytes(json.dumps(rows, indent=1, allow_nan=False).encode() + b"\n", folder / FILE)
