@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ebbench.config.declare import DEFAULT_VLLM
 from ebbench.devices import library
 from ebbench.devices.base import BANDWIDTH_SHARE, COMPUTE_SHARE, SINGLE, CostModel, Device, Drafter, Parallel, StepShape
 from ebbench.devices.geometry import ModelGeometry, decode_flops, pair_flops
@@ -492,10 +493,11 @@ def table_cost(
     shape: Parallel = SINGLE,
     overlap: bool = True,
     eager: bool = False,
+    vllm: str = DEFAULT_VLLM,
 ) -> Built | None:
     """Build the model of one unit; None if the device has no kernel tables."""
     mixing = _mixing(profile, model, shape, host)
-    arrays = None if mixing is None else step_arrays(profile, model, shape, eager=eager, whole=mixing.whole)
+    arrays = None if mixing is None else step_arrays(profile, model, shape, eager=eager, whole=mixing.whole, vllm=vllm)
     if arrays is None or mixing is None:
         return None
     cost = TableCost(
