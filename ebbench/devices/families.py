@@ -57,9 +57,9 @@ class Family:
     ``dense_width``, ``shared_width``: keys of the width of a dense MLP, and of what every token passes beside its
     experts, if not the usual ones. ``width``: the MLP's width, if not what a key says. ``mlp_matrices``: 3 with a gate,
     2 without. ``one_each``: a layer is attention or MLP, not both. ``tied``: whether embeddings are tied where the
-    config does not say. ``wide_router``: vLLM chooses experts in 32 bits. ``others``: parameters outside layers, embeddings and head. ``modules``: names of the parts of
-    a layer. ``understood``: keys that change
-    nothing here. ``note``: a caveat that its results carry.
+    config does not say. ``wide_router``: vLLM chooses experts in 32 bits. ``others``: parameters outside layers,
+    embeddings and head. ``modules``: names of the parts of a layer. ``understood``: keys that change nothing here.
+    ``note``: a caveat that its results carry.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -446,7 +446,8 @@ FAMILIES: Mapping[str, Family] = {
                            shared_width=("intermediate_size",),
                            understood=("attention_chunk_size", "use_qk_norm", "for_llm_compressor")),
     **dict.fromkeys(("mimo_v2_flash", "mimo_v2"), Family(
-        experts=True, wide_router=True, pattern=_mimo, understood=("attention_chunk_size", "hybrid_block_size", "sliding_window_size"),
+        experts=True, wide_router=True, pattern=_mimo,
+        understood=("attention_chunk_size", "hybrid_block_size", "sliding_window_size"),
         layers={FULL: (softmax(),), WINDOW: (_mimo_window,)},
     )),
     **dict.fromkeys(("minimax_m3", "minimax_m3_text", "minimax_m3_vl_text"), MINIMAX_M3),

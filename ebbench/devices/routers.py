@@ -63,11 +63,12 @@ def router_s(model: ModelGeometry, device: str, vllm: str, tokens: Array, in_16_
     wide = np.interp(tokens * (model.experts / EXPERTS), measured.tokens, measured.times_us) * 1e-6
     operations = tokens * (2.0 * model.hidden * model.experts)
     time = LAUNCHES_S + (wide - LAUNCHES_S) * (model.hidden / INPUTS)
-    time = np.maximum(np.maximum(time, in_16_bits), LAUNCHES_S + operations / (measured.flops_per_s * COMPUTE_SHARE))
+    fastest = LAUNCHES_S + operations / (measured.flops_per_s * COMPUTE_SHARE)
+    time = np.asarray(np.maximum(np.maximum(time, in_16_bits), fastest))
     release = parse_release(vllm)
     if release is None:
         return time
     if device in _BLACKWELL and release >= _ALL_SINCE:
         return in_16_bits
     own = device in _HOPPER | _BLACKWELL and (model.hidden, model.experts) in _OWN_KERNEL and release >= _FEW_SINCE
-    return np.where(tokens <= _FEW_TOKENS, in_16_bits, time) if own else time
+    return np.asarray(np.where(tokens <= _FEW_TOKENS, in_16_bits, time)) if own else time
