@@ -101,7 +101,8 @@ def test_experts_scaled_from_the_nearest_shape_are_near_their_own(device: str, d
         ("h200", "llama-3.1-70b", "tp=1, 922 in, 922 out, c=32", 0.05),
         ("h100", "llama-3.1-70b", "tp=4, 922 in, 922 out, c=16", 0.08),
         ("h200", "gpt-oss-120b", "tp=2, 922 in, 922 out, c=16", 0.12),
-        ("b200", "minimax-m2.5", "tp=4, 922 in, 922 out, c=32", 0.12),
+        ("b200", "minimax-m2.5-tf32", "tp=4, 922 in, 922 out, c=32", 0.12),
+        ("b200", "minimax-m2.5", "tp=2,ep=2, 922 in, 7373 out, c=16", 0.07),
         ("h100", "llama-3.1-8b", "tp=1, 203 in, 64 out, 61.79/s", 0.10),
     ],
 )
@@ -126,7 +127,8 @@ def test_runs_on_rtx_pro_6000_stay_as_near_as_they_were(model: str) -> None:
     [
         ("h200", "llama-3.1-70b", "tp=4, 922 in, 922 out, c=16", 0.05),
         ("b200", "gpt-oss-120b", "tp=1, 922 in, 922 out, c=16", 0.20),
-        ("b200", "minimax-m2.5", "tp=4, 922 in, 922 out, c=32", 0.10),
+        ("b200", "minimax-m2.5-tf32", "tp=4, 922 in, 922 out, c=32", 0.10),
+        ("h200", "minimax-m2.5", "tp=8,ep=8, 7373 in, 922 out, c=8", 0.05),
         ("h100", "llama-3.1-8b", "tp=1, 203 in, 64 out, 61.79/s", 0.25),
     ],
 )
