@@ -5,8 +5,8 @@ Dense layers launch two norms, a product before and one after attention, rotary 
 attention, and an MLP of two products and an activation; norms of queries and keys are two more, quantised activations
 one per product, collectives one each. Steps with few tokens show both numbers (vLLM of Zhang et al. on one H200, 16
 decodes, ``calibration.csv``, less the host's time per step): six dense models of four shapes, of 10 and 12 launches
-per layer, took 21.1 to 22.2 us per launch, and Qwen3-4B 22.7 (``iteration_time_qwen3_4b.csv``, which names no GPU). What its experts take
-beside their router follows from Qwen3-30B-A3B: 506 us per layer.
+per layer, took 21.1 to 22.2 us per launch, and Qwen3-4B 22.7 (``iteration_time_qwen3_4b.csv``, which names no GPU).
+What experts take beside their router follows from Qwen3-30B-A3B: 506 us per layer.
 """
 
 from __future__ import annotations
