@@ -130,19 +130,24 @@ def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path: Path, read: 
 ROW = b'{"timestamp": 1, "input_length": 2, "output_length": 3}\n'
 
 
+HEADER = b"timestamp,input_tokens,output_tokens\n"
+
+
 @pytest.mark.parametrize(
-    ("content", "problem"),
+    ("start", "letter", "times", "problem"),
     [
-        (ROW + b"\0" * (80 << 20), "a line of more than 64 MiB"),
-        (ROW + b"\n" * (1 << 21), "more than 1,000,000 empty lines"),
-        (b"timestamp,input_tokens,output_tokens\n" + b"\n" * (1 << 21), "more than 1,000,000 empty lines"),
-        (b"timestamp,input_tokens,output_tokens\n" + b"1" * (20 << 20), "a line of more than"),
-        (ROW + b" " * 1000 + b'{"a":' + b"1" * (100 << 20), "a line of more than 64 MiB"),
+        (ROW, b"\0", 80 << 20, "a line of more than 64 MiB"),
+        (ROW, b"\n", 1 << 21, "more than 1,000,000 empty lines"),
+        (HEADER, b"\n", 1 << 21, "more than 1,000,000 empty lines"),
+        (HEADER, b"1", 20 << 20, "a line of more than"),
+        (ROW + b" " * 1000 + b'{"a":', b"1", 100 << 20, "a line of more than 64 MiB"),
     ],
 )
 @pytest.mark.parametrize("packed", [True, False])
-def test_lines_without_end_are_given_up(tmp_path: Path, content: bytes, problem: str, packed: bool) -> None:
-    path = tmp_path / "log"
+def test_lines_without_end_are_given_up(
+    tmp_path: Path, start: bytes, letter: bytes, times: int, problem: str, packed: bool
+) -> None:
+    path, content = tmp_path / "log", start + letter * times
     path.write_bytes(gzip.compress(content, 1) if packed else content)
     with pytest.raises(InputFileError, match=problem):
         read_trace(path)
