@@ -451,19 +451,14 @@ def _models_in(answer: Answer) -> dict[str, dict[str, Any]]:
     models: dict[str, dict[str, Any]] = {}
     for entry in entries if isinstance(entries, list) else ():
         if isinstance(entry, dict) and isinstance(entry.get("id"), str) and entry["id"]:
-            models.setdefault(entry["id"], _typed(entry))
+            typed: dict[str, Any] = {
+                name: entry[name] for name in ("root", "parent", "owned_by") if isinstance(entry.get(name), str)
+            }
+            limit = whole_number(entry.get("max_model_len"), at_least=1)
+            models.setdefault(entry["id"], typed if limit is None else typed | {"max_model_len": limit})
     if not models:
         raise _NoModelsError("lists no model with an id; check the URL")
     return models
-
-
-def _typed(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are used, without those of another type than the OpenAI API and vLLM give them."""
-    typed: dict[str, Any] = {
-        name: entry[name] for name in ("root", "parent", "owned_by") if isinstance(entry.get(name), str)
-    }
-    limit = whole_number(entry.get("max_model_len"), at_least=1)
-    return typed if limit is None else typed | {"max_model_len": limit}
 
 
 def _refusal(answer: Answer) -> str:

@@ -99,7 +99,27 @@ _MOST_WARMUP = 1_000_000
 
 def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> None:
     """Raise UsageError for scheduler settings that vLLM refuses too, or that a policy does not support."""
-    _check_vllm_limits(options)
+    active, threshold = options.max_num_active_seqs, options.long_prefill_token_threshold
+    if active is not None and active > options.max_num_seqs:
+        raise UsageError(
+            f"--max-num-active-seqs {active} is above --max-num-seqs {options.max_num_seqs}, which vLLM refuses; give "
+            f"{options.max_num_seqs} or less"
+        )
+    if not 0 <= threshold <= options.max_model_len:
+        raise UsageError(
+            f"--long-prefill-token-threshold must be between 0 (off) and --max-model-len {options.max_model_len}, not "
+            f"{threshold}"
+        )
+    if options.drafts is not None and 0 < threshold <= options.drafts.tokens:
+        raise UsageError(
+            f"--long-prefill-token-threshold {threshold} is less than a decode with {options.drafts.tokens} drafted "
+            f"tokens computes, at which vLLM fails; give {options.drafts.tokens + 1} or more"
+        )
+    if options.long_prefill_token_threshold_adaptive and not threshold:
+        raise UsageError(
+            "--long-prefill-token-threshold-adaptive has no effect without a threshold; give "
+            "--long-prefill-token-threshold too, for example 2048"
+        )
     check_front_end(vars(options))
     if not 0 <= options.warmup <= _MOST_WARMUP:
         raise UsageError(f"--warmup must be 0 or more requests, at most {_MOST_WARMUP:,}, not {options.warmup}")
@@ -141,31 +161,6 @@ def refuse_two_orders(policy: str, orders_queue: bool) -> None:
         raise UsageError(
             f"policy {policy} orders waiting requests by its own rule, and --scheduling-policy priority by their "
             "priority: leave one of them out (ttft= or order= of the policy)"
-        )
-
-
-def _check_vllm_limits(options: EngineOptions) -> None:
-    """Raise UsageError for limits that contradict each other; vLLM refuses them too, or ignores them."""
-    active, threshold = options.max_num_active_seqs, options.long_prefill_token_threshold
-    if active is not None and active > options.max_num_seqs:
-        raise UsageError(
-            f"--max-num-active-seqs {active} is above --max-num-seqs {options.max_num_seqs}, which vLLM refuses; give "
-            f"{options.max_num_seqs} or less"
-        )
-    if not 0 <= threshold <= options.max_model_len:
-        raise UsageError(
-            f"--long-prefill-token-threshold must be between 0 (off) and --max-model-len {options.max_model_len}, not "
-            f"{threshold}"
-        )
-    if options.drafts is not None and 0 < threshold <= options.drafts.tokens:
-        raise UsageError(
-            f"--long-prefill-token-threshold {threshold} is less than a decode with {options.drafts.tokens} drafted "
-            f"tokens computes, at which vLLM fails; give {options.drafts.tokens + 1} or more"
-        )
-    if options.long_prefill_token_threshold_adaptive and not threshold:
-        raise UsageError(
-            "--long-prefill-token-threshold-adaptive has no effect without a threshold; give "
-            "--long-prefill-token-threshold too, for example 2048"
         )
 
 

@@ -185,17 +185,6 @@ def parse_adapters(text: str) -> dict[str, float]:
     return weights
 
 
-def with_adapters(requests: Requests, assignment: str, seed: int) -> Requests:
-    """Give each session one of the adapters, drawn by weight; all its requests use it. Raises UsageError."""
-    adapters = parse_adapters(assignment)
-    names, weights = list(adapters), np.array(list(adapters.values()))
-    drawn = substream(seed, "attachments/lora").choice(len(names), requests.sessions, p=weights / weights.sum())
-    chosen = [None if name == BASE_MODEL else name for name in names]
-    lora = [chosen[place] for place in drawn[requests.session].tolist()]
-    facts = {**requests.facts, "lora_assignment": {name: adapters[name] for name in names}}
-    return replace(requests, lora=lora, facts=facts)
-
-
 # Statistics of a plan: means, percentiles and the decode share.
 
 PERCENTILES = (5, 50, 95, 99)
@@ -339,7 +328,15 @@ def _single(options: PlanOptions, scenario: ScenarioSpec | None = None) -> tuple
             facts={**requests.facts, "images": described},
         )
     if options.lora_assignment is not None:
-        requests = with_adapters(requests, options.lora_assignment, options.seed)
+        adapters = parse_adapters(options.lora_assignment)
+        names, weights = list(adapters), np.array(list(adapters.values()))
+        drawn = substream(options.seed, "attachments/lora").choice(
+            len(names), requests.sessions, p=weights / weights.sum()
+        )
+        chosen = [None if name == BASE_MODEL else name for name in names]
+        lora = [chosen[place] for place in drawn[requests.session].tolist()]
+        facts = {**requests.facts, "lora_assignment": {name: adapters[name] for name in names}}
+        requests = replace(requests, lora=lora, facts=facts)
     if options.priorities is not None:
         from ebbench.workloads.mixture import parse_priorities, with_priorities
 
