@@ -25,6 +25,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
+import pyarrow as pa
+
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.explain import kv_pressure
 from ebbench.config.declare import DEFAULT_DEVICE
@@ -44,7 +46,6 @@ from ebbench.sizing.saturation import saturated_rate
 from ebbench.spec.run import RunSpec
 from ebbench.traffic.arrivals import substream
 from ebbench.workloads.planner import make_plan
-from ebbench.workloads.requests import bits
 from vllm_eb.policy import parse_policy
 
 NOISE = 1.05
@@ -314,7 +315,7 @@ def _share(demand: Demand, spec: RunSpec, replicas: int) -> ProbeReading:
         plan = _plan(spec, None, sessions * replicas, request_rate=rate * replicas)
         session = plan.table["session"].to_numpy()
         chosen = substream(spec.plan.seed, "plan/share").random(int(session.max()) + 1) < (1 / replicas)
-        return _run(demand, spec, replace(plan, table=plan.table.filter(bits(chosen[session]))), rate)
+        return _run(demand, spec, replace(plan, table=plan.table.filter(pa.array(chosen[session]))), rate)
 
     return _long_enough(run, demand.sessions)
 

@@ -19,11 +19,6 @@ from ebbench.records.warnings import RunWarning
 # of every command.
 
 
-def bits(mask: npt.NDArray[np.bool_]) -> pa.Array:
-    """A boolean array."""
-    return pa.Array.from_buffers(pa.bool_(), len(mask), [None, _packed(mask)])
-
-
 def ints(values: npt.NDArray[Any], kind: pa.DataType, valid: npt.NDArray[np.bool_] | None = None) -> pa.Array:
     """An integer array of type ``kind``; null where ``valid`` is False."""
     data = np.ascontiguousarray(values, dtype=kind.to_pandas_dtype())
