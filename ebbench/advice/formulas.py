@@ -89,17 +89,11 @@ def crossover_values(
     share = theory.base_threshold(hazard, costs.alpha_p, costs.alpha_d) if theta0 is None else theta0
     sides = theory.crossover(costs, mu_l=mu_l, mu_o=mu_o, n_obs=n_obs, theta0=share)
     return {
-        "lhs": sides.lhs,
-        "rhs": sides.rhs,
-        "margin": costs.margin,
-        "eb_wins": sides.eb_wins(costs.margin),
-        "r": sides.r,
-        "beta_mb": sides.beta_mb,
-        "beta_eb": sides.beta_eb,
-        "theta0": share,
+        "lhs": sides.lhs, "rhs": sides.rhs, "margin": costs.margin, "eb_wins": sides.eb_wins(costs.margin),
+        "r": sides.r, "beta_mb": sides.beta_mb, "beta_eb": sides.beta_eb, "theta0": share,
         "eb_throughput": theory.eb_throughput(costs, theta=share, n=n_obs, p0=hazard, mu_l=mu_l) if share else None,
         "mb_throughput": theory.mb_throughput(costs, n=n_obs, mu_l=mu_l, mu_o=mu_o) if costs.mixed else None,
-    }
+    }  # fmt: skip
 
 
 @_usage_errors

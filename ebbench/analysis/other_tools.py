@@ -208,7 +208,6 @@ def _figures(answers: Answers, slo: Slo, tool: Tool) -> dict[str, float | None]:
 
 
 def _statistics(samples: Samples | None, steps: bool) -> Sequence[float | None]:
-    """Median, mean and 99th percentile in ns."""
     if samples is None or not len(samples.values):
         return (None, None, None)
     values, weights = samples

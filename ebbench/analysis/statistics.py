@@ -100,6 +100,12 @@ def tukey_reach(treatments: int, freedom: int, alpha: float) -> float:
     return float(_stats().studentized_range.ppf(1 - alpha, treatments, freedom)) / math.sqrt(2)
 
 
+def spread_of(losses: Sequence[float]) -> float:
+    """Sample standard deviation; 0 of a single value."""
+    mean = math.fsum(losses) / len(losses)
+    return math.sqrt(math.fsum((x - mean) ** 2 for x in losses) / (len(losses) - 1)) if len(losses) > 1 else 0.0
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's adjusted p-values, in the order given; they control the family-wise error."""
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])

@@ -26,7 +26,6 @@ from ebbench.analysis.verdict import (
     Rules,
     gated_by_default,
     judge,
-    paired_losses,
     pairs_needed,
     without_copies,
 )
@@ -245,10 +244,8 @@ def _judged(before: Sequence[Point], after: Sequence[Point], figure: str, rules:
 
 
 def _entry(pairs: Sequence[Pair], figure: str, rules: Rules) -> Judged | None:
-    if not pairs or isinstance(paired_losses(figure, pairs), str):
-        return None
-    verdict = judge(pairs, rules, with_detectable=False)
-    return next(entry for entry in verdict.judged if entry.figure == figure)
+    judged = judge(pairs, rules, with_detectable=False).judged if pairs else ()
+    return next((entry for entry in judged if entry.figure == figure), None)
 
 
 def nearest_pairs(before: Sequence[Point], after: Sequence[Point]) -> list[Pair]:
@@ -277,11 +274,11 @@ def _changes(points: Sequence[Point], first: int, figure: str, rules: Rules) -> 
     if change is None:
         return []
     place = change.place
-    return [
-        *_changes(points[:place], first, figure, rules),
-        replace(change, place=first + place),
-        *_changes(points[place:], first + place, figure, rules),
-    ]
+    before, after = (
+        _changes(points[:place], first, figure, rules),
+        _changes(points[place:], first + place, figure, rules),
+    )
+    return [*before, replace(change, place=first + place), *after]
 
 
 def _change(points: Sequence[Point], figure: str, rules: Rules) -> Change | None:

@@ -19,42 +19,26 @@ PLOT_SUFFIXES = (".svg", ".png", ".html", ".json")
 
 def listing(devices: Sequence[dict[str, Any]], models: Sequence[dict[str, Any]]) -> Iterator[RenderableType]:
     """The two tables of ``ebbench devices list``."""
-    table = _table("device", "GPU", "memory GB", "bandwidth TB/s", "mixed attention")
-    for row in devices:
-        table.add_row(
-            row["name"],
-            row["gpu"],
-            f"{row['memory_gb']:.0f}",
-            f"{row['bandwidth_tb_per_s']:.2f}",
-            row["mixed_attention"],
-        )
-    yield table
-    yield ""
-    table = _table("model", "Hugging Face name", "parameters", "weights GB", "KV kB/token")
-    for row in models:
-        table.add_row(
-            row["name"],
-            row["hf_id"],
-            f"{row['parameters_b']:.2f} B",
-            f"{row['weights_gb']:.1f}",
-            f"{row['kv_kb_per_token']:.0f}",
-        )
-    yield table
-    yield ""
+    tables = (
+        (devices, {"device": "{name}", "GPU": "{gpu}", "memory GB": "{memory_gb:.0f}",
+                   "bandwidth TB/s": "{bandwidth_tb_per_s:.2f}", "mixed attention": "{mixed_attention}"}),
+        (models, {"model": "{name}", "Hugging Face name": "{hf_id}", "parameters": "{parameters_b:.2f} B",
+                  "weights GB": "{weights_gb:.1f}", "KV kB/token": "{kv_kb_per_token:.0f}"}),
+    )  # fmt: skip
+    for rows, columns in tables:
+        table = _table(*columns)
+        for row in rows:
+            table.add_row(*(text.format(**row) for text in columns.values()))
+        yield table
+        yield ""
 
 
 def _kv_per_sequence(facts: DeviceFacts) -> str:
     """What a sequence keeps in the KV cache."""
-    model = facts.model
-    element = model.kv_dtype_bytes
-    windows = {
-        mixer.window: sum(
-            same_window.layers * same_window.bytes_per_token(element)
-            for same_window in model.windows
-            if same_window.window == mixer.window
-        )
-        for mixer in model.windows
-    }
+    model, windows = facts.model, dict[int, float]()
+    for mixer in model.windows:
+        held = mixer.layers * mixer.bytes_per_token(model.kv_dtype_bytes)
+        windows[mixer.window] = windows.get(mixer.window, 0) + held
     bytes_of_all = model.kv_bytes_per_token - sum(windows.values())
     parts = [f"at {bytes_of_all / 1e3:.0f} kB per token"] if bytes_of_all or not windows else []
     parts += [f"{kept / 1e3:.0f} kB per token of the last {window:,}" for window, kept in windows.items()]
@@ -88,14 +72,8 @@ def page(facts: DeviceFacts) -> Iterator[RenderableType]:
     table.title_justify = "left"
     for row in facts.steps:
         apart = f"{row.step_s / row.parts_s:.2f} x" if row.parts_s else ""
-        table.add_row(
-            row.kind,
-            f"{row.tokens}",
-            f"{row.decode_seqs}",
-            f"{row.step_s * 1e3:.2f}",
-            f"{row.step_s / row.tokens * 1e6:.0f}",
-            apart,
-        )
+        times = f"{row.step_s * 1e3:.2f}", f"{row.step_s / row.tokens * 1e6:.0f}"
+        table.add_row(row.kind, f"{row.tokens}", f"{row.decode_seqs}", *times, apart)
     yield table
     yield ""
     yield from curve_lines(facts.curve)
@@ -153,12 +131,8 @@ def draw(facts: DeviceFacts, path: Path) -> None:
     ]
     rows += [{"decode share r": r, "µs per token": curve.decode_s * 1e6, "step": "pure decode"} for r in (0.0, 1.0)]
     title = f"{facts.profile.gpu}, {facts.device.model}, {curve.context_tokens} tokens of KV per decode"
-    chart = (
-        alt.Chart(alt.InlineData(values=rows), title=title)
-        .mark_line()
-        .encode(x="decode share r:Q", y="µs per token:Q", color="step:N")
-        .properties(width=420, height=260)
-    )
+    chart = alt.Chart(alt.InlineData(values=rows), title=title).mark_line()
+    chart = chart.encode(x="decode share r:Q", y="µs per token:Q", color="step:N").properties(width=420, height=260)
     save_chart(chart, path)
 
 

@@ -17,20 +17,21 @@ def print_workload(name: str, described: dict[str, Any], console: Console) -> No
     several = conversations if described["sessions"] != described["requests"] else ""
     console.print(f"{name}: {described['requests']:,} requests{several}", markup=False)
     console.print(f"source: {facts['source']} ({facts['source_reason']})", markup=False)
-    if "log" in described:
-        log = described["log"]
-        if log["columns"]:
-            named = ", ".join(f"{role} = {column}" for role, column in log["columns"].items())
-            console.print(f"columns: {named}", markup=False)
-        console.print(f"rows: {log['rows']:,}, of which {log['requests']:,} are used", markup=False)
-        for dropped in log["dropped"]:
-            line = f"  {dropped['rows']:,} left out: {dropped['reason']} (first: line {dropped['first_line']:,})"
-            console.print(line, markup=False)
-        if keeps := log.get("failed_are_kept_with"):
-            console.print(f"  {keeps} keeps failed requests that have token counts", markup=False)
-    for key in ("input_lengths", "output_lengths", "token_counts"):
-        if key in facts:
-            console.print(f"{key.replace('_', ' ')}: {facts[key]}", markup=False)
+    lines = []
+    if log := described.get("log"):
+        named = ", ".join(f"{role} = {column}" for role, column in log["columns"].items())
+        lines += [f"columns: {named}"] if named else []
+        lines.append(f"rows: {log['rows']:,}, of which {log['requests']:,} are used")
+        lines += [
+            f"  {dropped['rows']:,} left out: {dropped['reason']} (first: line {dropped['first_line']:,})"
+            for dropped in log["dropped"]
+        ]
+        keeps = log.get("failed_are_kept_with")
+        lines += [f"  {keeps} keeps failed requests that have token counts"] if keeps else []
+    lengths = ("input_lengths", "output_lengths", "token_counts")
+    lines += [f"{key.replace('_', ' ')}: {facts[key]}" for key in lengths if key in facts]
+    for line in lines:
+        console.print(line, markup=False)
     columns = list(described["input_tokens"])
     table = plain_table("tokens", *columns)
     for title, key in (("prompt", "input_tokens"), ("answer", "output_tokens")):
@@ -87,11 +88,9 @@ def _print_traffic(console: Console, log: dict[str, Any]) -> None:
             parts.append(f"{sessions['parallel_requests']:,} requests do not wait just for the one before")
         console.print("; ".join(parts))
     if "prefixes" in log:
-        prefixes = log["prefixes"]
-        console.print(
-            f"prompts: {prefixes['repeated_share']:.1%} of their tokens repeat the beginning of an earlier prompt "
-            f"(blocks of {prefixes['block_tokens']} tokens)"
-        )
+        repeated, block = (log["prefixes"][name] for name in ("repeated_share", "block_tokens"))
+        begun = f"{repeated:.1%} of their tokens repeat the beginning of an earlier prompt"
+        console.print(f"prompts: {begun} (blocks of {block} tokens)")
     if "cached_share" in log:
         console.print(f"cache: {log['cached_share']:.1%} of the prompt tokens were cached when recorded")
     if "acceptance" in log:

@@ -204,10 +204,8 @@ def _text_of(result: pa.Table, form: str) -> str:
         return json.dumps(finite(result.to_pylist()), indent=2, default=_json_value, allow_nan=False) + "\n"
     text = io.StringIO()
     if form == "csv":
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(map(csv_cell, result.column_names))
-        for row in result.to_pylist():
-            writer.writerow(["" if value is None else csv_cell(value) for value in row.values()])
+        rows = (["" if value is None else value for value in row.values()] for row in result.to_pylist())
+        csv.writer(text, lineterminator="\n").writerows(map(csv_cell, row) for row in (result.column_names, *rows))
         return text.getvalue()
     _print(result, Console(file=text, width=_FILE_WIDTH, color_system=None, highlight=False))
     return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
@@ -221,7 +219,6 @@ def _json_value(value: object) -> object:
 
 
 _FILE_WIDTH = 100_000  # a file has no width: no line is broken
-
 _LEAST_WIDTH = 9  # narrower columns are unreadable; rows are then shown one below the other
 
 

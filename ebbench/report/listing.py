@@ -72,9 +72,8 @@ def head(runs: Sequence[StoredRun], alike: Mapping[str, str]) -> str:
     searches = [run for run in runs if run.kind == "search"]
     single = len(runs) - len(searches)
     parts = [_several(single, "run")] if single or not searches else []
-    parts += [f"{_several(len(searches), 'search', 'es')} ({sum(run.probes for run in searches)} probes)"] * bool(
-        searches
-    )
+    if searches:
+        parts.append(f"{_several(len(searches), 'search', 'es')} ({sum(run.probes for run in searches)} probes)")
     same = ", ".join(f"{name} {value}" for name, value in alike.items() if value)
     total = numbers.size(sum(run.size for run in runs))
     return f"{' and '.join(parts)}, {total}" + (f"; all: {same}" if same else "")

@@ -89,8 +89,7 @@ def _section(series: Series, title: str, last: int | None) -> Section:
     rows = tuple(zip(*(values for _, values in cells), strict=True))
     # What stands out: changes for the worse, and a last point that is worse.
     worse = {change.place for trend in series for change in trend.changes if change.direction == "worse"}
-    if any(trend.newest is not None and trend.newest.outcome == "fail" for trend in series):
-        worse.add(len(points) - 1)
+    worse |= {len(points) - 1 for trend in series if trend.newest is not None and trend.newest.outcome == "fail"}
     faulty = frozenset(place - shown.start for place in worse if place in shown)
     return Section(title, tuple(column for column, _ in cells), rows, faulty=faulty)
 
@@ -131,17 +130,14 @@ def sentences(series: Series, title: str) -> list[str]:
                 f"than every point before it, but {counted(len(trend.newest.losses), 'pair')} of runs cannot show "
                 "it; six can (--repeats 6)."
             )
-    shown_lines = lines or [
-        "no change is shown" if len(series[0].points) > 1 else "one point; a trend needs two or more"
-    ]
-    return [f"{title}: {line}" for line in shown_lines]
+    nothing = "no change is shown" if len(series[0].points) > 1 else "one point; a trend needs two or more"
+    return [f"{title}: {line}" for line in lines or [nothing]]
 
 
 def _change_told(name: str, change: Change, point: Point) -> str:
     grown, low, high = change.bounds
-    interval = (
-        f"95 % interval {numbers.change(low)} to {numbers.change(high)}" if math.isfinite(high) else "no interval"
-    )
+    ends = f"95 % interval {numbers.change(low)} to {numbers.change(high)}"
+    interval = ends if math.isfinite(high) else "no interval"
     return (
         f"{name} {numbers.change(grown)} ({change.direction}) from {_point_name(point)} on: {interval}, "
         f"p = {change.judged.p_adjusted:.4f} over {counted(len(change.judged.losses), 'pair')}."
@@ -198,7 +194,7 @@ def _point(series: Series, place: int) -> dict[str, Any]:
 
 
 def _change(trend: Trend, change: Change) -> dict[str, Any]:
-    grown, low, high = (bound if math.isfinite(bound) else None for bound in change.bounds)
+    grown, low, high = numbers.finite(change.bounds)
     return {
         "figure": trend.figure, "commit": trend.points[change.place].commit, "point": change.place,
         "direction": change.direction, "change": grown, "low": low, "high": high, "p": change.judged.p_adjusted,
@@ -250,7 +246,6 @@ def _panel(trend: Trend, width: int, height: int) -> Any:
 
 
 def _levels(trend: Trend) -> list[dict[str, Any]]:
-    """The mean of the points between changes, as ends of lines."""
     edges = [0, *(change.place for change in trend.changes), len(trend.points)]
     rows = []
     for part, (begin, end) in enumerate(itertools.pairwise(edges)):

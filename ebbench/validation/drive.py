@@ -91,15 +91,10 @@ def command(question: ValidationQuestion, folder: Path) -> list[str]:
     given = [word for name, values in sizes.items() for word in (name, ",".join(map(str, values)))]
     spec = question.spec
     device = ["--device", spec.device] if spec.device is not None else []
-    words = ["calibrate", "--engine", spec.engine, "--model", question.model, *device, *given]
-    words += ["--repeats", str(question.repeats), "--check", "0", "--output-dir", str(folder / "profile"), "--json"]
-    return [
-        sys.executable,
-        "-m",
-        "ebbench",
-        *words,
-        *(["--", *spec.vllm_options] if spec.vllm_options else []),
-    ]
+    words = [sys.executable, "-m", "ebbench", "calibrate", "--engine", spec.engine, "--model", question.model]
+    words += [*device, *given, "--repeats", str(question.repeats), "--check", "0"]
+    words += ["--output-dir", str(folder / "profile"), "--json"]
+    return words + (["--", *spec.vllm_options] if spec.vllm_options else [])
 
 
 def stored_step_times(folder: Path) -> StepTimes:
@@ -172,9 +167,7 @@ def validate(
     say(announcement(question, schedule, first, rounds.stored_runs()))
     stopped = rounds.measure()
     settings = [setting for number in range(len(rounds.steps)) for setting in _settings(question, number)]
-    observations = tuple(
-        observation for setting in settings if (observation := rounds.observation(setting)) is not None
-    )
+    observations = tuple(filter(None, map(rounds.observation, settings)))
     planned = schedule.rounds * len(question.policies) * len(question.loads)
     return Outcomes(tuple(rounds.steps), schedule, observations, planned, stopped)
 
@@ -196,7 +189,6 @@ def announcement(question: ValidationQuestion, schedule: MeasuringSchedule, step
 
 
 def _step_times(question: ValidationQuestion, folder: Path, number: int, say: Say) -> StepTimes:
-    """Step times of a round, counted from 0."""
     place = steps_folder(folder, number)
     kept = is_measured(place)
     steps = measure_step_times(question, place)
@@ -206,16 +198,8 @@ def _step_times(question: ValidationQuestion, folder: Path, number: int, say: Sa
 
 
 def _settings(question: ValidationQuestion, number: int) -> list[PlannedRun]:
-    """Runs of a round in the order of their measurement."""
     loads = range(len(question.loads))
     return [PlannedRun(policy, load_index, number) for policy in question.order(number) for load_index in loads]
-
-
-def _check_device(cell: RunSpec) -> None:
-    """Raise RunError unless the device predicts from the measured step times."""
-    device = device_of(cell)
-    if not isinstance(device.cost, GridCost):
-        raise RunError(f"{cell.device} has no measured step times of {cell.model}; it has {device.provenance}")
 
 
 @dataclass
@@ -242,7 +226,10 @@ class _Rounds:
         """Predict the runs of the next round, which has these step times."""
         self.steps.append(steps)
         cells = [self._cell(predicted_cell, run) for run in _settings(self.question, len(self.steps) - 1)]
-        _check_device(cells[0])
+        device = device_of(cells[0])
+        if not isinstance(device.cost, GridCost):
+            measured = f"{cells[0].device} has no measured step times of {cells[0].model}"
+            raise RunError(f"{measured}; it has {device.provenance}")
         run_missing(cells, self.predicted, whole=True)
 
     def stored_runs(self) -> int:
@@ -323,14 +310,11 @@ def _measure_policy(
         return
     with ExitStack() as stack:
         with starting_as_measured(question):
-            start = engine.started(parse_policy(first.policy), device_of(first), first.server, _no_progress)
+            told = parse_policy(first.policy), device_of(first), first.server
+            start = engine.started(*told, lambda _log: lambda _waited_s: None)
             server = stack.enter_context(start)
         move_beside_the_client([process.group for process in server.processes], server_processors(question))
         run_cells(cells, store, InProcess(), whole=True, stored=stored, job=partial(make, engine=server))
-
-
-def _no_progress(_log: Path) -> Callable[[float], None]:
-    return lambda _waited_s: None
 
 
 def _tell(say: Say, where: str, cell: RunSpec, measured: Measured) -> None:

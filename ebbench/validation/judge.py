@@ -12,7 +12,7 @@ exceeded if they do not keep it with the uncertainty subtracted, else undecided.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from statistics import mean, median, stdev
 from typing import Literal
@@ -156,16 +156,13 @@ def noise_between_rounds(groups: Sequence[Sequence[float]]) -> tuple[float, list
     deviation 1 (Wilson and Hilferty's approximation). Infinite if no group has two values.
     """
     own = [stdev(values) if len(values) > 1 else 0.0 for values in groups]
-    scaled = [
-        value / (1.0 - 2.0 / (9.0 * (len(values) - 1))) ** 1.5
-        for value, values in zip(own, groups, strict=True)
-        if len(values) > 1
-    ]
+    repeated = [(value, len(values) - 1) for value, values in zip(own, groups, strict=True) if len(values) > 1]
+    scaled = [value / (1.0 - 2.0 / (9.0 * degrees)) ** 1.5 for value, degrees in repeated]
     typical = median(scaled) if scaled else math.inf
     return typical, [max(value, typical) for value in own]
 
 
-def freedom(groups: Sequence[Sequence[float]]) -> int:
+def freedom(groups: Sequence[Sized]) -> int:
     """Degrees of freedom of the noise within groups: the number of values less the number of groups."""
     return sum(len(values) - 1 for values in groups)
 
@@ -177,7 +174,7 @@ def error_freedom(groups: Sequence[Mapping[int, float]]) -> float:
     those of their sum are Satterthwaite's. Three rounds of eight settings have 16 without a common part, 2 if all is
     common.
     """
-    apart = freedom([list(values.values()) for values in groups])
+    apart = freedom(groups)
     offsets: dict[int, list[float]] = {}
     for values in groups:
         for number, value in values.items():
@@ -201,25 +198,17 @@ def interval_factor(degrees: float, together: int = 1) -> float:
 
 
 def _gains(observations: Sequence[Observation], baseline: str) -> Iterable[GainPrediction]:
-    base = {
-        (observation.load, observation.round): observation
-        for observation in observations
-        if observation.policy == baseline
-    }
+    base = {(observed.load, observed.round): observed for observed in observations if observed.policy == baseline}
     logs: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for observation in observations:
         against = base.get((observation.load, observation.round))
         if observation.policy == baseline or against is None:
             continue
-        values = [
-            side.get(THROUGHPUT)
-            for side in (observation.predicted, against.predicted, observation.measured, against.measured)
-        ]
-        if all(values):
-            ours, theirs, measured, measured_base = (float(value) for value in values if value)
-            logs.setdefault((observation.policy, observation.load), []).append(
-                (math.log(ours / theirs), math.log(measured / measured_base))
-            )
+        sides = (observation.predicted, against.predicted, observation.measured, against.measured)
+        known = [value for side in sides if (value := side.get(THROUGHPUT))]
+        if len(known) == len(sides):
+            pair = math.log(known[0] / known[1]), math.log(known[2] / known[3])
+            logs.setdefault((observation.policy, observation.load), []).append(pair)
     measured_gains = [[measured for _, measured in pairs] for pairs in logs.values()]
     _, sigmas = noise_between_rounds(measured_gains)
     t = interval_factor(freedom(measured_gains), len(measured_gains))
@@ -233,18 +222,14 @@ def _gains(observations: Sequence[Observation], baseline: str) -> Iterable[GainP
 
 
 def _verdict(errors: Sequence[Error], gains: Sequence[GainPrediction]) -> ValidationVerdict:
-    metrics = tuple(
-        _metric_verdict(metric, [error for error in errors if error.metric == metric])
-        for metric in METRICS
-        if any(error.metric == metric for error in errors)
-    )
+    by_metric = ((metric, [error for error in errors if error.metric == metric]) for metric in METRICS)
+    metrics = tuple(_metric_verdict(metric, of_metric) for metric, of_metric in by_metric if of_metric)
     clear = [gain for gain in gains if gain.right is not None]
     right = sum(bool(gain.right) for gain in clear)
     word, reason = _word(errors, metrics, right, len(clear))
     figures = "; ".join(
-        f"{METRICS[metric_verdict.metric]} {100 * metric_verdict.median_error:.1f} % off in the median, "
-        f"{100 * metric_verdict.worst_error:.1f} % at worst"
-        for metric_verdict in metrics
+        f"{METRICS[of.metric]} {100 * of.median_error:.1f} % off in the median, {100 * of.worst_error:.1f} % at worst"
+        for of in metrics
     )
     directions = f"direction of the gain right in {right} of {len(clear)} clear cases"
     if not clear:
@@ -263,15 +248,9 @@ _MEANING: Mapping[Word, str] = {
 
 
 def _metric_verdict(metric: str, errors: Sequence[Error]) -> MetricVerdict:
-    sizes = [abs(error.error) for error in errors]
-    return MetricVerdict(
-        metric,
-        median(sizes),
-        max(sizes),
-        float(np.median([error.error for error in errors])),
-        errors[0].typical_noise,
-        _keeps(errors, FIGURE_LIMITS[metric]),
-    )
+    signed = [error.error for error in errors]
+    sizes, kept = list(map(abs, signed)), _keeps(errors, FIGURE_LIMITS[metric])
+    return MetricVerdict(metric, median(sizes), max(sizes), float(np.median(signed)), errors[0].typical_noise, kept)
 
 
 def _keeps(errors: Sequence[Error], limit: float) -> bool | None:
@@ -302,13 +281,10 @@ def _word(errors: Sequence[Error], metrics: Sequence[MetricVerdict], right: int,
     kept = [metric_verdict.within_limit for metric_verdict in metrics]
     if all(kept):
         return "figures", f", though {wrong} of {clear} directions of gains were wrong" if wrong else ""
-    beyond = ", ".join(
-        METRICS[metric_verdict.metric] for metric_verdict in metrics if metric_verdict.within_limit is False
-    )
-    if beyond and coarse and clear:
-        return "choices", f": {beyond} beyond the limit"
+    beyond = ", ".join(METRICS[of.metric] for of in metrics if of.within_limit is False)
     if beyond and coarse:
-        return "undecided", f": {beyond} beyond the limit, and no gain was clear enough to test a direction"
+        untested = "" if clear else ", and no gain was clear enough to test a direction"
+        return "choices" if clear else "undecided", f": {beyond} beyond the limit{untested}"
     noise = max(metric_verdict.noise for metric_verdict in metrics)
     return "undecided", (
         f": rounds of the same run differ by up to {100 * noise:.0f} % (standard deviation), too much to decide; "

@@ -12,7 +12,7 @@ from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import WORKLOADS, pick
 from ebbench.papers.table import PaperFigure, PaperTable, Sections, no_runs
 from ebbench.records.plan import Plan
-from ebbench.render.figures import altair, colour, dash, values
+from ebbench.render.figures import altair, lines, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, VERMILION
 from ebbench.runs.store import RunStore
 
@@ -143,17 +143,9 @@ def _hazard(hazard: Hazard) -> Any:
         if fit is not None:
             ends = (float(middles[0]), float(middles[-1]))
             data += [{"x": x, "value": 1e3 * (fit.p0 + fit.eta * x), "series": name} for x in ends]
-    lines = (
-        alt.Chart(values(data))
-        .mark_line(strokeWidth=1.8)
-        .encode(
-            x=alt.X("x:Q", title="output tokens t", scale=alt.Scale(domain=[0, int(hazard.t[-1])], nice=False)),
-            y=alt.Y("value:Q", title="hazard h(t), 1/1000"),
-            color=colour(names, (BLACK, VERMILION, GREEN)),
-            strokeDash=dash(names),
-        )
-    )
-    return lines.properties(width=_WIDTH, height=_HEIGHT)
+    x = alt.X("x:Q", title="output tokens t", scale=alt.Scale(domain=[0, int(hazard.t[-1])], nice=False))
+    chart = lines(data, x, alt.Y("value:Q", title="hazard h(t), 1/1000"), names, (BLACK, VERMILION, GREEN))
+    return chart.properties(width=_WIDTH, height=_HEIGHT)
 
 
 def _chart11(options: PaperOptions, store: RunStore, published: bool) -> Any:
@@ -162,8 +154,7 @@ def _chart11(options: PaperOptions, store: RunStore, published: bool) -> Any:
     for workload in options.workloads or tuple(WORKLOADS):
         hazard = analyse_lengths(_plan(options, workload).table["output_tokens"].to_numpy())
         panels.append(hazard_panels(hazard, WORKLOADS.get(workload, workload)))
-    lines = [alt.hconcat(*panels[at : at + 2]) for at in range(0, len(panels), 2)]
-    return alt.vconcat(*lines)
+    return alt.vconcat(*(alt.hconcat(*panels[at : at + 2]) for at in range(0, len(panels), 2)))
 
 
 FIGURE11 = PaperFigure("figure11", ("workload", "num_prompts", "source"), _chart11, runs=no_runs)

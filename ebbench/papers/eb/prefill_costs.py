@@ -35,7 +35,7 @@ from ebbench.papers.table import (
     policy_columns,
     policy_row,
 )
-from ebbench.render.figures import altair, colour, dash, values
+from ebbench.render.figures import altair, colour, lines, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
@@ -154,17 +154,15 @@ def _calibrations(options: PaperOptions) -> Section:
     return Section("R² of the authors' calibration files, 256 to 4,096 tokens", columns, tuple(lines))
 
 
-def _document5(options: PaperOptions, store: RunStore) -> Sections:
-    return (_fits(options, 5), _calibrations(options))
-
-
-def _document7(options: PaperOptions, store: RunStore) -> Sections:
-    return [_fits(options, 7)]
-
-
 _LINEAR_PUBLISHED = Published((DEVICE,), tuple(model for model in LINEAR_MODELS.values() if model))
-TABLE5 = PaperTable("table5", ("model",), _document5, published_on=_LINEAR_PUBLISHED, runs=no_runs)
-TABLE7 = PaperTable("table7", ("model",), _document7, published_on=_LINEAR_PUBLISHED, facts=globals(), runs=no_runs)
+TABLE5 = PaperTable(
+    "table5", ("model",), lambda options, _store: (_fits(options, 5), _calibrations(options)),
+    published_on=_LINEAR_PUBLISHED, runs=no_runs,
+)  # fmt: skip
+TABLE7 = PaperTable(
+    "table7", ("model",), lambda options, _store: [_fits(options, 7)], published_on=_LINEAR_PUBLISHED, facts=globals(),
+    runs=no_runs,
+)  # fmt: skip
 
 _MODEL_COLOURS = (BLUE, VERMILION, GREEN, ORANGE, BLACK, PURPLE)
 _TIMES = tuple(2048 * i for i in range(1, MAX_TOKENS // 2048 + 1))
@@ -189,18 +187,16 @@ def _chart7(options: PaperOptions, store: RunStore, published: bool) -> Any:
         for number, limit in enumerate(limits, start=1)
         for name in costs
     ]
-    hues = colour(list(names), _MODEL_COLOURS[: len(names)])
+    hues = list(names), _MODEL_COLOURS[: len(names)]
     x = alt.X("x:Q", title="tokens in the step", scale=alt.Scale(domain=[0, MAX_TOKENS]))
-    left = alt.Chart(values(times)).mark_line(strokeWidth=1.8)
-    left = left.encode(x=x, y=alt.Y("value:Q", title="step time, s"), color=hues, strokeDash=dash(list(names)))
+    left = lines(times, x, alt.Y("value:Q", title="step time, s"), *hues)
     far = alt.X("x:Q", title="fit up to this many tokens", scale=alt.Scale(domain=[0, LIMITS[7][-1]]))
     y = alt.Y("value:Q", title="R² of a line", scale=alt.Scale(zero=False))
-    lines = alt.Chart(values(fits)).mark_line(strokeWidth=1.8)
-    lines = lines.encode(x=far, y=y, color=hues, strokeDash=dash(list(names)))
-    marks = alt.Chart(values(printed)).mark_point(shape="cross", filled=True, size=40).encode(x=far, y=y, color=hues)
+    marks = alt.Chart(values(printed)).mark_point(shape="cross", filled=True, size=40)
+    right = alt.layer(lines(fits, far, y, *hues), marks.encode(x=far, y=y, color=colour(*hues)))
     return alt.hconcat(
         left.properties(width=270, height=200, title=gpu_title(DEVICE)),
-        alt.layer(lines, marks).properties(width=270, height=200, title="lines: ours; crosses: published"),
+        right.properties(width=270, height=200, title="lines: ours; crosses: published"),
     )
 
 
@@ -255,17 +251,13 @@ def _long_cell(options: PaperOptions, device: str, model: str, kind: str) -> Run
     )  # fmt: skip
 
 
-def _long_pairs(options: PaperOptions) -> list[tuple[str, str]]:
-    return [(device, model) for device in options.devices or tuple(GPUS) for model in options.models or LONG_MODELS]
-
-
 def _long_section(options: PaperOptions, store: RunStore, device: str) -> Section:
     columns = (*labels("model"), Column("requests per GPU"))
     for name in _LONG_METRICS:
         columns += ours(*_LONG_KINDS, group=name)
     columns += (Column("eb vs v1", "change", ours=True), Column("ebplus vs v1", "change", ours=True))
     lines = []
-    for model in (model for where, model in _long_pairs(options) if where == device):
+    for model in options.models or LONG_MODELS:
         cells = {kind: _long_cell(options, device, model, kind) for kind in _LONG_KINDS}
         row: list[Value] = [model_title(model), concurrency(device, model)]
         for key, scale in _LONG_METRICS.values():

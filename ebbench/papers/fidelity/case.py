@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ebbench.errors import DataError
-from ebbench.installation import bundled_dir
 from ebbench.papers.protocols import ASYNC_SCHEDULING, VLLM, Protocol
-from ebbench.papers.published import GPUS
+from ebbench.papers.published import GPUS, rows
 from ebbench.spec.server import AUTO
 
 DEVICES = {title: name for name, title in GPUS.items()}
@@ -66,11 +64,7 @@ class Case:
         return set_on and self.device == "h200"
 
 
-def reference_rows(name: str) -> list[dict[str, str]]:
-    """Rows of a bundled reference CSV. Raises DataError if it is missing."""
-    path = bundled_dir("reference") / name
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file))
-    except OSError as error:
-        raise DataError(f"{path}: reference data cannot be read ({error.strerror}); reinstall ebbench") from None
+def reference_rows(name: str) -> tuple[Mapping[str, str], ...]:
+    """Rows of a bundled reference CSV."""
+    folder, stem = name.removesuffix(".csv").split("/")
+    return rows(stem, folder)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from ebbench.papers.eb.disaggregation import FIXED_THRESHOLD, TWO, two_gpus
@@ -41,17 +41,8 @@ CLIENT_LIMIT = "the authors' client gave requests up after 120 s, and message le
 
 def all_cases() -> list[Case]:
     """All cases of the papers' tables and figures that a simulated device can repeat."""
-    papers = [
-        *table3(),
-        *real_workloads(),
-        *figure3(),
-        *figure4(),
-        *table13(),
-        *table6(),
-        *server_cases(),
-        *repetition(),
-    ]
-    return [*papers, *gpustack()]
+    papers = [*table3(), *real_workloads(), *figure3(), *figure4(), *table13(), *table6()]
+    return [*papers, *server_cases(), *repetition(), *gpustack()]
 
 
 WITHOUT = ", no API server"
@@ -143,7 +134,7 @@ def figure3() -> Iterator[Case]:
 UNIFORM = "the same point with uniform answers, which its published p99 fits"
 
 
-def _figure3_policy(row: dict[str, str]) -> tuple[str, str]:
+def _figure3_policy(row: Mapping[str, str]) -> tuple[str, str]:
     """The scheduler's name in the report, and the policy to run."""
     if row["method"] == "v1":
         return "v1", "v1"
@@ -254,21 +245,23 @@ def _fitted(case: str, model: str) -> bool:
 
 def _protocol(case: str, model: str, scheduler: str) -> Protocol:
     table, _, detail = case.partition(", ")
+    later = ebplus_as_run(DEVICE) if scheduler == "ebplus" else scheduler  # the policies of 2026-05-16
     if table == "table 2":
         sizes = best_sizes(DEVICE, scheduler, detail.lower(), model)
         lengths_of = "qwen3-30b-a3b" if detail == "ShareGPT" else model
         return real_protocol(detail.lower(), lengths_of, scheduler, sizes)
     if table == "table 3":
-        return replace(table3_protocol(detail, scheduler, DEVICE), policy=_later_policy(scheduler))
+        return replace(table3_protocol(detail, scheduler, DEVICE), policy=later)
     if table == "figure 3":
         return figure3_protocol(detail, scheduler)
     if table == "concurrency shift":
         concurrency = detail.removeprefix("c=")
         whole = table3_protocol("concurrency_shift", scheduler, DEVICE)
         plan = {**whole.plan, "num_prompts": SHIFT_REQUESTS[concurrency], "max_concurrency": int(concurrency)}
-        return replace(whole, plan=plan, policy=_later_policy(scheduler), concurrencies=())
+        return replace(whole, plan=plan, policy=later, concurrencies=())
     if table == "distribution shift":
-        return _distribution_shift(scheduler, earlier=bool(detail))
+        protocol, earlier = table3_protocol("distribution_shift", scheduler, DEVICE), bool(detail)
+        return replace(protocol, policy=_mixed_only()) if earlier and scheduler == "ebplus" else protocol
     if table == "table 19":
         protocol = two_gpus(TWO[scheduler], DEVICE, int(detail.removeprefix("c=")))
         mixed = scheduler.startswith("ebplus")
@@ -277,16 +270,6 @@ def _protocol(case: str, model: str, scheduler: str) -> Protocol:
     return long_context_protocol(policy, 32_768, 8, max_model_len=40_960)
 
 
-def _later_policy(scheduler: str) -> str:
-    """The policies of 2026-05-16."""
-    return ebplus_as_run(DEVICE) if scheduler == "ebplus" else scheduler
-
-
 def _mixed_only(**settings: float | bool) -> str:
     """EB+ before its costs were measured."""
     return ebplus_as_run(DEVICE, margin=MIXED_ONLY_MARGIN, **settings)
-
-
-def _distribution_shift(scheduler: str, *, earlier: bool) -> Protocol:
-    protocol = table3_protocol("distribution_shift", scheduler, DEVICE)
-    return replace(protocol, policy=_mixed_only()) if earlier and scheduler == "ebplus" else protocol

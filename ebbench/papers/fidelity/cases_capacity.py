@@ -21,16 +21,14 @@ from ebbench.analysis.columns import RequestColumns
 from ebbench.devices.base import Device
 from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
-from ebbench.papers.fidelity.case import reference_rows
+from ebbench.papers.fidelity.case import DEVICES, reference_rows
 from ebbench.papers.fidelity.runs import timed_plan
 from ebbench.papers.fidelity.scores import PublishedFigure
-from ebbench.papers.published import GPUS
 from ebbench.spec.server import EngineOptions
 from vllm_eb.policy import parse_policy
 
 CAPACITY, LENGTHS = "systalyze/capacity.csv", "systalyze/lengths.csv"
 SOURCE = "Systalyze, capacity"
-DEVICES = {title: name for name, title in GPUS.items()}
 MODELS = {"Qwen3-32B": "qwen3-32b"}
 SIZES = (1024, 8192)  # N and B
 MAX_MODEL_LEN = 12_288

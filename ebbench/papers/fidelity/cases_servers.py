@@ -68,11 +68,7 @@ def _server_name(row: Mapping[str, str]) -> str:
     load = f"{row['requests_per_s']}/s" if row["requests_per_s"] else f"c={row['concurrency']}"
     limit = f", N={row['max_num_seqs']}" if row["requests_per_s"] else ""
     shared = ", shared prefix" if row["prefix_share"] else ""
-    return (
-        f"{row['topology']}, {lengths}, {load}{limit}{shared}"
-        if row["input_tokens"]
-        else f"{row['topology']}, {lengths}"
-    )
+    return f"{row['topology']}, {lengths}" + (f", {load}{limit}{shared}" if row["input_tokens"] else "")
 
 
 def _server_plan(row: Mapping[str, str]) -> dict[str, str | int | float]:
@@ -83,10 +79,8 @@ def _server_plan(row: Mapping[str, str]) -> dict[str, str | int | float]:
         "num_prompts": int(row["prompts"]), "max_concurrency": int(row["concurrency"]),
     }  # fmt: skip
     if row["spread"]:
-        return {
-            "workload": f"{REFERENCE}workloads/inferencex-{row['input_tokens']}-{row['output_tokens']}.toml",
-            **load,
-        }
+        lengths = f"{row['input_tokens']}-{row['output_tokens']}"
+        return {"workload": f"{REFERENCE}workloads/inferencex-{lengths}.toml", **load}
     shared = {"prefix_share": float(row["prefix_share"])} if row["prefix_share"] else {}
     return {
         "workload": "balanced", "input_len": int(row["input_tokens"]), "output_len": int(row["output_tokens"]),

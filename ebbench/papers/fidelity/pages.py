@@ -91,7 +91,6 @@ def _point(cell: PublishedFigure) -> dict[str, Any]:
 
 
 def _scale(altair: Any, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> Any:
-    """A logarithmic scale that covers the values."""
     values = [row[name] for row in rows for name in names]
     return altair.Scale(type="log", domain=[min(values) * 0.8, max(values) * 1.2], nice=False)
 

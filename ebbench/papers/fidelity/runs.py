@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isnan
 from typing import Any
 
@@ -74,13 +74,9 @@ def case_runs(case: Case, seed: int, host: HostCosts | None = None) -> tuple[Run
 
 
 def cells_of(
-    cases: Iterable[Case],
-    figures: Callable[[RunSpec], Mapping[str, Any]],
-    say: Say,
-    seed: int,
-    repeats: int = 1,
+    cases: Iterable[Case], figures: Callable[[RunSpec], Mapping[str, Any]], say: Say, seed: int, repeats: int = 1,
     host: HostCosts | None = None,
-) -> list[PublishedFigure]:
+) -> list[PublishedFigure]:  # fmt: skip
     """The cells of cases whose runs exist. ``figures`` returns those of a run under a summary's keys."""
     cells: list[PublishedFigure] = []
     for case in cases:
@@ -88,26 +84,22 @@ def cells_of(
         seeds = [list(map(_values, runs)) for runs in made]
         fitted = case.fitted or (case.sets_token_time and any(run.get(API_SERVER) for runs in made for run in runs))
         ours = {name: _mean([_mean([run[name] for run in runs]) for runs in seeds]) for name in METRICS}
-        said = dict.fromkeys(code for run in made[0] for code in _codes(run))
+        told = (caveat for run in made[0] for caveat in run.get("warnings") or () if isinstance(caveat, Mapping))
+        codes = tuple(dict.fromkeys(caveat["code"] for caveat in told))
         cells += [
             PublishedFigure(
                 number.source, case.device, case.model, case.name, case.scheduler, number.metric, number.value,
                 ours[number.metric], fitted, number.scored and not isnan(ours[number.metric]),
                 (case.refused or DIED) if isnan(ours[number.metric]) and not isnan(number.value) else number.note,
-                tuple(said),
+                codes,
             )
             for number in case.published
         ]  # fmt: skip
-        first = next(cell for cell in cells[-len(case.published) :])
+        first = cells[-len(case.published)]
         what = f"{case.device} {case.model} {case.name} {case.scheduler}"
         error = first.note if first.failed else f"{first.error:+.1%}"
         say(f"{first.source}: {what}: {first.metric} {error}")
     return cells
-
-
-def _codes(figures: Mapping[str, Any]) -> Iterator[str]:
-    """Codes of the caveats among the figures of a run."""
-    return (told["code"] for told in figures.get("warnings") or () if isinstance(told, Mapping))
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -129,11 +121,9 @@ METRICS = tuple(_KEYS)
 
 def _values(figures: Mapping[str, Any]) -> Mapping[str, float]:
     """Figures by name, NaN if undefined or if the run ended with a full KV store."""
-    scaled = {}
-    for name, (key, scale) in _KEYS.items():
-        value = None if figures.get("dead") else figures.get(key)
-        scaled[name] = float("nan") if value is None else float(value) * scale
-    return scaled
+    known = {} if figures.get("dead") else figures
+    scaled = {name: (known.get(key), scale) for name, (key, scale) in _KEYS.items()}
+    return {name: float("nan") if value is None else float(value) * scale for name, (value, scale) in scaled.items()}
 
 
 # --- the real run, replayed ------------------------------------------------------------------------------------
@@ -225,22 +215,16 @@ def calibration_cells() -> list[PublishedFigure]:
                 continue
             cost = load_device(name, model, async_scheduling=False, eager=True).cost
             odd = "the source's coefficients are doubtful for this model" if model == "mistral-7b" else ""
-            for seqs in DECODE_SEQS:
-                line = published.alpha_d + published.beta_d * seqs
-                ours = cost.step_s(decode_shape(seqs, DECODE_CONTEXT_TOKENS))
-                cells.append(_step_cell(name, model, f"decode of {seqs}", line, ours, odd))
-            for tokens in PREFILL_TOKENS:
-                line = published.alpha_p + published.beta_p * tokens
-                cells.append(
-                    _step_cell(name, model, f"prefill of {tokens}", line, cost.step_s(prefill_shape(tokens)), "")
-                )
+            alpha, beta, context = published.alpha_d, published.beta_d, DECODE_CONTEXT_TOKENS
+            times_s = [(f"decode of {n}", alpha + beta * n, decode_shape(n, context), odd) for n in DECODE_SEQS]
+            alpha, beta = published.alpha_p, published.beta_p
+            times_s += [(f"prefill of {n}", alpha + beta * n, prefill_shape(n), "") for n in PREFILL_TOKENS]
+            cells += [
+                PublishedFigure("calibration", name, model, case, "", "step_ms", line * 1e3, cost.step_s(shape) * 1e3,
+                                scored=not note, note=note)
+                for case, line, shape, note in times_s
+            ]  # fmt: skip
     return cells
-
-
-def _step_cell(device: str, model: str, case: str, published_s: float, ours_s: float, note: str) -> PublishedFigure:
-    return PublishedFigure(
-        "calibration", device, model, case, "", "step_ms", published_s * 1e3, ours_s * 1e3, scored=not note, note=note
-    )
 
 
 # Fits a device's three free constants on the rows of table 3 at c = 32 and 512 only.
@@ -261,7 +245,8 @@ ROUNDS = 4
 
 def fit_host(device: str, say: Say, seed: int = 0) -> HostCosts:
     """The fitted constants of one device, from Qwen3-8B's rows."""
-    cases = [case for case in table3() if case.device == device and _used(case)]
+    used = {("v1", name) for name in FIT_ROWS} | {("eb", "c=512")}
+    cases = [case for case in table3() if case.device == device and (case.scheduler, case.name) in used]
 
     def residuals(x: Array) -> Array:
         cells = run_cases(cases, seed, lambda _: None, _host(x))
@@ -269,10 +254,6 @@ def fit_host(device: str, say: Say, seed: int = 0) -> HostCosts:
         return np.log([cell.ours / cell.published for cell in chosen])
 
     return _host(_gauss_newton(residuals, say))
-
-
-def _used(case: Case) -> bool:
-    return case.name in FIT_ROWS and (case.scheduler == "v1" or (case.scheduler == "eb" and case.name == "c=512"))
 
 
 def _host(x: Array) -> HostCosts:
