@@ -329,9 +329,9 @@ def trends_of(runs: Sequence[Run], rules: Rules = DEFAULT_RULES) -> list[list[Tr
     points_by_series = series_points(trend_members(runs))
     if not points_by_series:
         raise DataError("no valid run to make a history of")
-    series = sorted(points_by_series.items(), key=lambda item: item[1][0].begun_ns)
-    return [[trend_of(kind, points, figure, rules) for figure in _figures(points, rules)] for kind, points in series]
-
-
-def _figures(points: Sequence[Point], rules: Rules) -> Sequence[str]:
-    return rules.gated if rules.gated != GATED else gated_by_default([unit for point in points for unit in point.units])
+    trends = []
+    for kind, points in sorted(points_by_series.items(), key=lambda item: item[1][0].begun_ns):
+        units = [unit for point in points for unit in point.units]
+        figures = rules.gated if rules.gated != GATED else gated_by_default(units)
+        trends.append([trend_of(kind, points, figure, rules) for figure in figures])
+    return trends

@@ -249,11 +249,6 @@ def _costs(options: PaperOptions, store: RunStore) -> Sections:
     )
 
 
-def _limit_cell(options: PaperOptions, row: Row, limit: int, k: int) -> RunSpec:
-    backlog = PaperOptions(num_prompts=options.num_prompts or _BATCHES * limit)
-    return deferred_cell(backlog, {**row, "batch_limit": str(limit)}, "geometric", k, implied_constants(row))
-
-
 def _limits_document(options: PaperOptions, store: RunStore) -> Sections:
     columns = (
         *labels("model", "C"), Column("best K", ours=True),
@@ -264,8 +259,10 @@ def _limits_document(options: PaperOptions, store: RunStore) -> Sections:
     for row in rows("deferred_table1"):
         for limit in sorted({*BATCH_LIMITS, int(row["batch_limit"])}):
             exact, rough = exact_chain(_model(row, limit)), approximate_chain(_model(row, limit))
-            best = exact.best_k
-            measured = (store.get(_limit_cell(options, row, limit, k)) for k in (best, 1))
+            best, costs = exact.best_k, implied_constants(row)
+            limited, backlog = {**row, "batch_limit": str(limit)}, options.num_prompts or _BATCHES * limit
+            asked = PaperOptions(num_prompts=backlog)
+            measured = (store.get(deferred_cell(asked, limited, "geometric", k, costs)) for k in (best, 1))
             at_best, at_one = (None if run is None else steady_rate(run) for run in measured)
             rates = (_at(rough, best), _at(exact, best), at_best, _at(exact, 1), at_one)
             lines.append((row["model"], str(limit), best, *rates))

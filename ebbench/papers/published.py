@@ -33,9 +33,9 @@ METRICS: Mapping[str, tuple[str, str, float]] = {
 
 
 @cache
-def rows(name: str, folder: str = "paper_tables") -> tuple[Mapping[str, str], ...]:
-    """Rows of a reference CSV by its file stem."""
-    path: Path = bundled_dir("reference") / folder / f"{name}.csv"
+def rows(name: str) -> tuple[Mapping[str, str], ...]:
+    """Rows of a bundled reference CSV: of ``paper_tables`` by its file stem, of another folder as ``folder/stem``."""
+    path: Path = bundled_dir("reference") / (f"{name}.csv" if "/" in name else f"paper_tables/{name}.csv")
     with path.open(newline="", encoding="utf-8") as file:
         return tuple(csv.DictReader(file))
 
@@ -50,9 +50,9 @@ def model_title(model: str) -> str:
     return MODELS.get(model, model)
 
 
-def pick(name: str, column: str, folder: str = "paper_tables", **where: str) -> float | None:
+def pick(name: str, column: str, **where: str) -> float | None:
     """The number in ``column`` of the row whose cells equal ``where``; None if the paper does not have it."""
-    for row in rows(name, folder):
+    for row in rows(name):
         if all(row.get(key) == value for key, value in where.items()):
             text = row.get(column) or ""
             return float(text) if text else None

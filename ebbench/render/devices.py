@@ -47,23 +47,19 @@ def _kv_per_sequence(facts: DeviceFacts) -> str:
     return ", ".join(parts) if bytes_of_all else f"at {', '.join(parts)}"
 
 
-def _of_which(facts: DeviceFacts) -> str:
-    if facts.device.kv_layout is None:
-        return ""
-    return f" in sequences of {facts.device.kv_layout.longest:,}, as vLLM counts ({facts.kv_blocks:,} blocks)"
-
-
 def page(facts: DeviceFacts) -> Iterator[RenderableType]:
     """The parts of ``ebbench devices show``, from top to bottom."""
     device, model = facts.device, facts.model
     gpus = f"{facts.parallel.gpus} x " if not facts.parallel.single else ""
     yield Text(f"{gpus}{facts.profile.gpu} holding {model.hf_id}", style="bold")
     of_each = " of each" if gpus else ""
+    layout, counted = device.kv_layout, f", as vLLM counts ({facts.kv_blocks:,} blocks)"
+    of_which = f" in sequences of {layout.longest:,}{counted}" if layout is not None else ""
     yield (
         f"vLLM {facts.request.vllm} with {facts.request.memory_share:.0%} of "
         f"{facts.profile.memory_bytes / 1e9:.1f} GB{of_each}: weights {facts.gpu_weight_bytes / 1e9:.1f} GB, "
         f"set aside {facts.reserve_bytes / 1e9:.1f} GB, KV cache {facts.kv_cache_bytes / 1e9:.1f} GB "
-        f"{_kv_per_sequence(facts)}: room for {device.kv_capacity_tokens:,} tokens{_of_which(facts)}"
+        f"{_kv_per_sequence(facts)}: room for {device.kv_capacity_tokens:,} tokens{of_which}"
     )
     yield ""
     table = _table("step", "tokens", "of them decodes", "ms", "µs/token", "against its parts run separately", right=1)

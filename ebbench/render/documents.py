@@ -235,7 +235,8 @@ def as_csv(document: Document) -> str:
     header: list[str] | None = None
     for section in document.sections:
         kinds = [_csv_kinds(section, index) for index in range(len(section.columns))]
-        own_names = zip(map(_csv_name, section.columns), kinds, strict=True)
+        keys = [column.key or f"{column.group} {column.name}" for column in section.columns]
+        own_names = zip(("_".join(key.lower().split()) for key in keys), kinds, strict=True)
         names = ["section", *(name + kind for name, own in own_names for kind in own)]
         if names != header:
             if header is not None:
@@ -265,11 +266,6 @@ def _csv_value(value: Value, kind: str) -> str | float:
     elif kind:
         return ""
     return "" if value is None else value
-
-
-def _csv_name(column: Column) -> str:
-    name = column.key or f"{column.group} {column.name}"
-    return "_".join(name.lower().split())
 
 
 def as_html(document: Document, heading: str = "h2") -> str:

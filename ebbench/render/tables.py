@@ -106,7 +106,8 @@ def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = Fals
     columns, rows = _by_policy(groups, groups, _figures(groups, all_percentiles=all_percentiles))
     if any(summary.metrics.completed < summary.metrics.planned for summary in summaries):
         columns = (*columns, Column(COMPLETED, "label", right=True))
-        rows = [(*row, _completed(group)) for row, group in zip(rows, groups, strict=True)]
+        counts = [[(s.metrics.completed, s.metrics.planned) for s in group.summaries] for group in groups]
+        rows = [(*row, _of_all(*of_runs)) for row, of_runs in zip(rows, counts, strict=True)]
     # The most goodput if limits were given, else the most output throughput; none if runs are not comparable.
     order = ranked(groups, request_goodput) or ranked(groups)
     comparable = len(order) > 1 and not differing(summaries) and all(summary.valid for summary in summaries)
@@ -211,22 +212,18 @@ def sessions(case: ComparisonCase) -> Section | None:
     told_apart = any(summary.sessions[""].tool.count for summary in case.summaries if summary.sessions)
     shown = [pair for pair in _OF_SESSIONS if told_apart or pair[0].key not in ("tool_share", "think_share")]
     rows: list[tuple[Value, ...]] = [
-        (name, _marked(group), _jobs(group), *(_of_sessions(group, figure) for _, figure in shown))
+        (name, _marked(group), _of_all(*((s.sessions[""].complete, s.sessions[""].planned) for s in group.summaries)),
+         *(_of_sessions(group, figure) for _, figure in shown))
         for name, groups in groups_by_class
         for group in groups
         if all(summary.sessions for summary in group.summaries)
-    ]
+    ]  # fmt: skip
     if not rows:
         return None
     by_name = len(groups_by_class) > 1
     columns = (*[Column("class", "label", fold=True)] * by_name, Column("policy", "label", fold=True),
                Column("sessions\ncomplete", "label", right=True), *(column for column, _ in shown))  # fmt: skip
     return Section(_titled("session", case), columns, tuple(row if by_name else row[1:] for row in rows))
-
-
-def _jobs(group: Group) -> str:
-    by_run = [summary.sessions[""] for summary in group.summaries]
-    return f"{numbers.count(sum(s.complete for s in by_run))} of {numbers.count(sum(s.planned for s in by_run))}"
 
 
 def _of_sessions(group: Group, of: Callable[[SessionFigures], float | None]) -> MeanFigure:
@@ -271,17 +268,20 @@ def _figures_of_tokens(groups: Sequence[Group], *, all_percentiles: bool) -> lis
 
 
 def _median(latency: str) -> _Figure:
-    return _Figure(
-        f"{latency.upper()}\nmedian", f"median_{latency}_ms", _statistic(latency, "median"), numbers.duration_ms
-    )
+    median = attrgetter(f"{latency}.median")
+    return _Figure(f"{latency.upper()}\nmedian", f"median_{latency}_ms", median, numbers.duration_ms)
 
 
 def _tails(groups: Sequence[Group], latency: str, *, all_percentiles: bool) -> list[_Figure]:
     """The highest percentile that every run has enough samples for; if there is none, p99 as a dash."""
     names = QUANTILES if all_percentiles else (sound_percentile(groups, latency) or "p99",)
-    of = _estimate if all_percentiles else _statistic
+
+    def of(name: str) -> Figure:
+        whole = attrgetter(latency)
+        return (lambda metrics: whole(metrics).estimate(name)) if all_percentiles else attrgetter(f"{latency}.{name}")
+
     return [
-        _Figure(f"{latency.upper()}\n{name}", f"{name}_{latency}_ms", of(latency, name), numbers.duration_ms,
+        _Figure(f"{latency.upper()}\n{name}", f"{name}_{latency}_ms", of(name), numbers.duration_ms,
                 partial(_too_few, latency=latency, name=name))
         for name in names
     ]  # fmt: skip
@@ -299,22 +299,14 @@ def _too_few(groups: Sequence[Group], latency: str, name: str) -> bool:
     return not sampled or any(getattr(distribution, name) is None for distribution in sampled)
 
 
-def _statistic(latency: str, name: str) -> Figure:
-    return attrgetter(f"{latency}.{name}")
-
-
-def _estimate(latency: str, name: str) -> Figure:
-    return lambda metrics: getattr(metrics, latency).estimate(name)
-
-
 def _gain(group: Group, baseline: Group, figure: _Figure) -> Value:
     gain_over = None if group is baseline else gain(group, baseline, figure.of)
     return None if gain_over is None else MeanFigure(gain_over.mean, gain_over.spread)
 
 
-def _completed(group: Group) -> str:
-    done = sum(summary.metrics.completed for summary in group.summaries)
-    return f"{numbers.count(done)} of {numbers.count(sum(summary.metrics.planned for summary in group.summaries))}"
+def _of_all(*runs: tuple[int, int]) -> str:
+    done, planned = map(sum, zip(*runs, strict=True))
+    return f"{done:,} of {planned:,}"
 
 
 def legend(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) -> str:

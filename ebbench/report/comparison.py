@@ -267,17 +267,12 @@ def legend(comparison: PairedComparison) -> str:
     text += "".join(f"; {label_of(figure)} decides here and counts as one test more" for figure in more)
     if pairs < needed:
         return f"{text}. {made} cannot show any difference: use --repeats {needed} or more."
-    detectable = "; ".join(_detectable_of(policy) for policy in comparison.others if not policy.identical)
-    return f"{text}. Minimum detectable change: {detectable}." if detectable else f"{text}."
-
-
-def _detectable_of(policy: PolicyContrasts) -> str:
-    known = [
-        f"{label_of(contrast.figure)} {100 * contrast.detectable:.1f} %"
-        for contrast in policy.contrasts
-        if contrast.detectable is not None
-    ]
-    return f"{policy.label} {', '.join(known) or 'none'}"
+    detectable = []
+    for policy in (policy for policy in comparison.others if not policy.identical):
+        least = ((label_of(contrast.figure), contrast.detectable) for contrast in policy.contrasts)
+        known = [f"{name} {100 * change:.1f} %" for name, change in least if change is not None]
+        detectable.append(f"{policy.label} {', '.join(known) or 'none'}")
+    return f"{text}. Minimum detectable change: {'; '.join(detectable)}." if detectable else f"{text}."
 
 
 def tables(compared: Compared) -> list[page_data.Table]:

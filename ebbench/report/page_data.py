@@ -136,12 +136,6 @@ _PART_NOTES = {
 }
 
 
-def part_tables(cases: Sequence[ComparisonCase]) -> tuple[Table, ...]:
-    """Tables by phase, by class of requests and by session, as far as a case has several of them."""
-    sections = [section for case in cases for section in tables.parts(case)]
-    return tuple(of_section(part, note=_PART_NOTES[part.title.split()[1].rstrip(":")]) for part in sections)
-
-
 def of_section(section: Section, title: str = "", note: str = "") -> Table:
     """A section of a document as a sortable table."""
     headers = tuple(f"{column.group} {column.name}".strip().replace("\n", " ") for column in section.columns)
@@ -260,6 +254,7 @@ def report_page(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None,
     groups = [group for case in cases for group in case.groups]
     labels, curves = latency_curves(cases, runs)
     targets = _targets(runs, summaries[0].slo)
+    parts = [section for case in cases for section in tables.parts(case)]
     explanations = []  # how the time of the first run of each policy divides
     for case, group in [(own, group) for own in cases for group in own.groups]:
         seed = f" (seed {group.summaries[0].seed})" if len(group.summaries) > 1 else ""
@@ -272,7 +267,7 @@ def report_page(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None,
         warnings=(*notes, *sentences.keep_in_mind(cases)),
         tables=(
             *comparison_tables(cases, all_percentiles=all_percentiles), *failures_tables(summaries, labels), *extra,
-            *part_tables(cases),
+            *(of_section(part, note=_PART_NOTES[part.title.split()[1].rstrip(":")]) for part in parts),
         ),
         explanations=tuple(explanations),
         environment=environment_tables(labels, runs),

@@ -122,14 +122,9 @@ def _histogram(hazard: Hazard, title: str) -> Any:
         {"x": float(a), "x2": float(b), "value": float(c) / hazard.samples}
         for a, b, c in zip(edges[:-1], edges[1:], counts, strict=True)
     ]
-    bars = (
-        alt.Chart(values(data))
-        .mark_rect(color=BLUE, opacity=0.7)
-        .encode(
-            x=alt.X("x:Q", title=None, scale=alt.Scale(domain=[0, top], nice=False)), x2="x2:Q",
-            y=alt.Y("value:Q", title="share of answers", axis=alt.Axis(format="%")),
-        )
-    )  # fmt: skip
+    x = alt.X("x:Q", title=None, scale=alt.Scale(domain=[0, top], nice=False))
+    y = alt.Y("value:Q", title="share of answers", axis=alt.Axis(format="%"))
+    bars = alt.Chart(values(data)).mark_rect(color=BLUE, opacity=0.7).encode(x=x, x2="x2:Q", y=y)
     rule = alt.Chart(values([{"x": hazard.mean}])).mark_rule(color=BLACK, strokeDash=[4, 3]).encode(x="x:Q")
     return alt.layer(bars, rule).properties(width=_WIDTH, height=_HEIGHT, title=title)
 

@@ -57,25 +57,21 @@ def table6_protocol(policy: str, concurrency: int) -> Protocol:
     return long_context_protocol(policy, 131_071, concurrency, max_model_len=163_840)
 
 
-def _table6_rows(options: PaperOptions) -> list[Mapping[str, str]]:
-    wanted = options.models or tuple(TABLE6_MODELS.values())
-    return [row for row in rows(TABLE6_ROWS) if TABLE6_MODELS.get(row["model"]) in wanted]
-
-
-def _table6_cell(options: PaperOptions, device: str, row: Mapping[str, str], policy: str) -> RunSpec:
-    protocol = table6_protocol(policy, int(row["concurrency"]))
-    return protocol_cells(protocol, device, TABLE6_MODELS[row["model"]], options.num_prompts)[0]
-
-
 def _table6_section(options: PaperOptions, store: RunStore, device: str) -> Section:
     further = options.further(*TABLE6_POLICIES)
     columns = (*labels("model"), Column("open requests"), *policy_columns(TABLE6_POLICIES, further, "eb over v1"))
     lines = []
-    for row in _table6_rows(options):
-        cells = {policy: _table6_cell(options, device, row, policy) for policy in (*TABLE6_POLICIES, *further)}
+    for row in rows(TABLE6_ROWS):
+        model, most_open = TABLE6_MODELS.get(row["model"]), int(row["concurrency"])
+        if model is None or model not in (options.models or (model,)):
+            continue
+        protocols = {policy: table6_protocol(policy, most_open) for policy in (*TABLE6_POLICIES, *further)}
+        cells = {
+            p: protocol_cells(protocol, device, model, options.num_prompts)[0] for p, protocol in protocols.items()
+        }
         rates = {policy: figure(store, cell, "total_token_throughput") for policy, cell in cells.items()}
         printed = {policy: float(row[policy]) if device == DEVICE else None for policy in TABLE6_POLICIES}
-        lines.append((row["model"], int(row["concurrency"]), *policy_row(printed, rates)))
+        lines.append((row["model"], most_open, *policy_row(printed, rates)))
     return Section(gpu_title(device), columns, tuple(lines))
 
 
@@ -140,7 +136,7 @@ def _calibrations(options: PaperOptions) -> Section:
     """The authors' own fits, over the lengths and batches that their calibration files name."""
     columns = labels("GPU", "model") + beside("prefill", show="{:.4f}".format) + beside("decode", show="{:.4f}".format)
     lines = []
-    for row in rows("calibration", "eb_vllm"):
+    for row in rows("eb_vllm/calibration"):
         device = "h200" if "H200" in row["device_name"] else DEVICE
         model = find_model(row["model"].replace("Meta-Llama", "Llama")).name
         if options.models and model not in options.models:

@@ -118,7 +118,7 @@ def _check_panel(model: str, device: str) -> Any:
     """Published and our step times for the same composition and context, pure and mixed steps."""
     cost = device_cost(device, model, eager=True)
     points: list[dict[str, Any]] = []
-    for row in rows("iteration_time_qwen3_4b", "eb_vllm"):
+    for row in rows("eb_vllm/iteration_time_qwen3_4b"):
         decodes, prompts, prompt = (int(row[key]) for key in ("num_decode", "num_prefill", "prefill_tokens"))
         total = decodes + prompts * prompt
         ours = step_ms(cost, total, decodes / total, 32)
@@ -213,7 +213,7 @@ def measured_attention(device: str) -> list[dict[str, Any]]:
     """One FlashAttention call in ms, as published for a GPU and as our tables have it, by kind of batch."""
     ((_, attention),) = table_cost_of(device, FIGURE1_MODEL).attention  # one kind of layer
     points = []
-    for row in rows(f"attention_kernel_{device.replace('-', '')}", "eb_vllm"):
+    for row in rows(f"eb_vllm/attention_kernel_{device.replace('-', '')}"):
         prompts, decodes = int(row["num_prefill"]), int(row["num_decode"])
         length = int(row["prefill_len"] or row["context_len"])
         ours = attention.step_s(((length, 0),) * prompts, decodes, decodes * length)
@@ -318,13 +318,13 @@ def _indices(times: Mapping[float, float]) -> tuple[float, float]:
 def _kappa_rows(options: PaperOptions) -> Iterator[tuple[Value, ...]]:
     """Of the published step times, of the published costs of mixed batches, and of ours."""
     times = {}
-    for row in rows("iteration_time_qwen3_4b", "eb_vllm"):
+    for row in rows("eb_vllm/iteration_time_qwen3_4b"):
         decodes = int(row["num_decode"])
         if decodes + int(row["num_prefill"]) * int(row["prefill_tokens"]) == KAPPA_TOKENS:
             times[decodes / KAPPA_TOKENS] = float(row["mean_ms"])
     gpu = "Blackwell by name, H200 by slope"  # the published times' GPU is in doubt
     yield gpu, "qwen3-4b", "published step times, eager, context 32", *_indices(times)
-    for row in rows("beta_mb", "eb_vllm"):
+    for row in rows("eb_vllm/beta_mb"):
         gpu = gpu_title("h200" if "H200" in row["device_name"] else "rtx-pro-6000")
         a, b, c = (float(row[f"{name}_s_per_token"]) for name in "abc")
         yield gpu, "qwen3-8b", "published cost of mixed batches, v1 runs", c / (a + b + c), None

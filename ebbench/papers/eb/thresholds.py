@@ -115,18 +115,13 @@ def both_devices(options: PaperOptions, default: str) -> tuple[str, str]:
     return device, linear_costs(device, options.model(), REFILL_S)
 
 
-def theta_k(batch: int, step: int) -> int:
-    """Slots for ``theta = step/15`` of a batch."""
-    return max(1, batch * step // THETA_STEPS)
-
-
 # Table 10: best theta over mean output length and batch size.
 
 
 def _best10(options: PaperOptions, store: RunStore, device: str, output: int, batch: int) -> tuple[float | None, str]:
     """Best theta of the sweep, and the range of thetas within 1 % of it."""
     data = []
-    for k in (theta_k(batch, step) for step in range(1, THETA_STEPS)):
+    for k in (max(1, batch * step // THETA_STEPS) for step in range(1, THETA_STEPS)):
         cells = repeats(
             options, device, f"eb:k={k}", batch, COUNTED, warmup=SYNTHETIC_WARMUP, input_len=TABLE10_INPUT,
             output_len=output, length_distribution="geometric",
@@ -361,7 +356,7 @@ def _level(value: float, series: str, source: str) -> list[dict[str, Any]]:
 
 def _published3(workload: str, column: str) -> list[dict[str, Any]]:
     points, levels = [], {"ours": _SERIES3[1], "v1": _SERIES3[2]}
-    for row in published_rows("figure3_validation_grid", "eb_vllm"):
+    for row in published_rows("eb_vllm/figure3_validation_grid"):
         if row["workload"] != workload.replace("-", "_") or not row[column]:
             continue
         value = float(row[column])

@@ -261,11 +261,6 @@ def _table4_cell(options: PaperOptions, device: str, policy: str) -> RunSpec:
     return table2_cell(options, device, options.model(_MODEL4), _WORKLOAD4, policy)
 
 
-def _with_factor(options: PaperOptions, policy: str, factor: float) -> RunSpec:
-    cell = _table4_cell(options, WHAT_IF_DEVICE, policy)
-    return cell if factor == 1.0 else replace(cell, host=replace(DEFAULT_HOST, mixed_excess=factor))
-
-
 def _factors(options: PaperOptions) -> tuple[float, ...]:
     return FACTORS if WHAT_IF_DEVICE in (options.devices or DEVICES4) else ()
 
@@ -305,7 +300,9 @@ def _what_if(options: PaperOptions, store: RunStore) -> Section:
     )  # fmt: skip
     rows: list[tuple[Value, ...]] = []
     for factor in _factors(options):
-        rates = {p: figure(store, _with_factor(options, p, factor), "request_throughput") for p in POLICIES[1:]}
+        host = None if factor == 1.0 else replace(DEFAULT_HOST, mixed_excess=factor)
+        cells = {p: replace(_table4_cell(options, WHAT_IF_DEVICE, p), host=host) for p in POLICIES[1:]}
+        rates = {p: figure(store, cell, "request_throughput") for p, cell in cells.items()}
         ratio = beside_a_prompt(WHAT_IF_DEVICE, options.model(_MODEL4), factor)
         gain = relative(rates["eb"], rates["v1"])
         rows.append((gpu_title(WHAT_IF_DEVICE), factor, ratio, rates["v1"], rates["eb"], gain))
@@ -365,7 +362,7 @@ def _bars(
             if printed is None:
                 continue
             where = {**printed.where, printed.x: x_title, "method": _PUBLISHED_NAMES[policy]}
-            if (value := pick(printed.table, column, "eb_vllm", **where)) is not None:
+            if (value := pick(f"eb_vllm/{printed.table}", column, **where)) is not None:
                 published.append({**bar, "source": "published", "value": value})
     names = [_POLICY_TITLES[policy] for policy in POLICIES]
     marks = ["published"] if published else []

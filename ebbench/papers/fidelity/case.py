@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ebbench.papers.protocols import ASYNC_SCHEDULING, VLLM, Protocol
-from ebbench.papers.published import GPUS, rows
+from ebbench.papers.published import GPUS
 from ebbench.spec.server import AUTO
 
 DEVICES = {title: name for name, title in GPUS.items()}
@@ -62,9 +61,3 @@ class Case:
         """Whether the API server's time per token was set on this case, which is then fitted where it has one."""
         set_on = self.group in ("table 2 and figure 5", "authors' repetition") and self.name.endswith("ShareGPT")
         return set_on and self.device == "h200"
-
-
-def reference_rows(name: str) -> tuple[Mapping[str, str], ...]:
-    """Rows of a bundled reference CSV."""
-    folder, stem = name.removesuffix(".csv").split("/")
-    return rows(stem, folder)

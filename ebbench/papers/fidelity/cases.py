@@ -20,7 +20,6 @@ from ebbench.papers.fidelity.case import (
     MODELS,
     Case,
     Published,
-    reference_rows,
 )
 from ebbench.papers.fidelity.cases_servers import gpustack, server_cases
 from ebbench.papers.protocols import (
@@ -33,7 +32,7 @@ from ebbench.papers.protocols import (
     synthetic_protocol,
     table3_protocol,
 )
-from ebbench.papers.published import best_sizes
+from ebbench.papers.published import best_sizes, rows
 from ebbench.spec.server import OFF
 
 CLIENT_LIMIT = "the authors' client gave requests up after 120 s, and message lengths were not published"
@@ -65,7 +64,7 @@ def table3() -> Iterator[Case]:
     """Traffic levels and non-stationary traffic (table 3), Qwen3-8B on both GPUs."""
     units = {"total_tokens_per_s": "tokens_per_s", "ttft_s": "ttft_mean_s", "tpot_ms": "tpot_mean_ms"}
     cells: dict[tuple[str, str, str], list[Published]] = {}
-    for row in reference_rows("paper_tables/table3_traffic_and_nonstationary.csv"):
+    for row in rows("paper_tables/table3_traffic_and_nonstationary"):
         for scheduler in ("v1", "eb", "ebplus"):
             number = Published(units[row["metric"]], float(row[scheduler]), "table 3")
             cells.setdefault((row["scenario"], row["gpu"], scheduler), []).append(number)
@@ -83,10 +82,8 @@ def real_workloads() -> Iterator[Case]:
     Left out: v0, which was measured with a separate code base, and Gemma-3-1B-IT, which has no throughput in table 2
     and whose values in figure 5 the source marks as doubtful.
     """
-    latency = {
-        (r["gpu"], r["model"], r["workload"], r["method"]): r for r in reference_rows("eb_vllm/figure5_latency.csv")
-    }
-    for row in reference_rows("paper_tables/table2_throughput_rps.csv"):
+    latency = {(r["gpu"], r["model"], r["workload"], r["method"]): r for r in rows("eb_vllm/figure5_latency")}
+    for row in rows("paper_tables/table2_throughput_rps"):
         key = (row["gpu"], row["model"], row["workload"])
         note = CLIENT_LIMIT if row["workload"] == "WildChat" else ""
         for scheduler, method in (("v1", "v1"), ("eb", "Ours")):
@@ -106,7 +103,7 @@ def real_workloads() -> Iterator[Case]:
 
 def figure3() -> Iterator[Case]:
     """Fixed thresholds against the controller on H200 (figure 3): geometric output lengths, N = 1024."""
-    for row in reference_rows("eb_vllm/figure3_validation_grid.csv"):
+    for row in rows("eb_vllm/figure3_validation_grid"):
         workload = row["workload"]
         if row["method"] == "fixed_k_best":
             continue
@@ -145,7 +142,7 @@ def _figure3_policy(row: Mapping[str, str]) -> tuple[str, str]:
 
 def figure4() -> Iterator[Case]:
     """Synthetic mixes at each scheduler's best B and N (table 16), on both GPUs. v0 had a separate code base."""
-    for row in reference_rows("eb_vllm/figure4_synthetic_e2e.csv"):
+    for row in rows("eb_vllm/figure4_synthetic_e2e"):
         scheduler = {"v1": "v1", "Ours": "eb"}.get(row["method"])
         if scheduler is None:
             continue
@@ -169,7 +166,7 @@ def table13() -> Iterator[Case]:
     every threshold gives the same figure. Its Gamma workload is left out: its parameters are not legible in our copy.
     """
     base = real_protocol("sharegpt", "qwen3-8b", "eb", (TABLE13_BATCH, BUDGET))
-    for row in reference_rows("paper_tables/table13_theta_sweep_tokens_per_s.csv"):
+    for row in rows("paper_tables/table13_theta_sweep_tokens_per_s"):
         if row["workload"] != "ShareGPT":
             continue
         scheduler = "adaptive" if row["theta"] == "adaptive" else f"theta={row['theta']}"
@@ -182,7 +179,7 @@ def table13() -> Iterator[Case]:
 
 def table6() -> Iterator[Case]:
     """Prompts of 131,071 tokens on one RTX PRO 6000 (table 6)."""
-    for row in reference_rows(f"paper_tables/{TABLE6_ROWS}.csv"):
+    for row in rows(f"paper_tables/{TABLE6_ROWS}"):
         if row["model"] not in TABLE6_MODELS:
             continue
         for scheduler in ("v1", "eb"):
@@ -216,7 +213,7 @@ def table6() -> Iterator[Case]:
 # unknown length, WildChat (message lengths), B300, EB in figure 3 (its N is not clear), and the bests of a search over
 # B and N.
 
-REPETITION = "eb_repetition/h200.csv"
+REPETITION = "eb_repetition/h200"
 REPETITION_GROUP = "authors' repetition"
 DEVICE = "h200"
 SHIFT_REQUESTS = {"32": 500, "2048": 4000, "500": 2000}
@@ -226,7 +223,7 @@ MIXED_ONLY_MARGIN = 1e-4  # EB+ without the cost of mixed batches
 def repetition() -> Iterator[Case]:
     """The runs, each with its published numbers."""
     by_case: dict[tuple[str, str, str], list[Published]] = {}
-    for row in reference_rows(REPETITION):
+    for row in rows(REPETITION):
         number = Published(row["metric"], float(row["value"]), REPETITION_GROUP)
         by_case.setdefault((row["case"], row["model"], row["scheduler"]), []).append(number)
     for (case, model, scheduler), published in by_case.items():

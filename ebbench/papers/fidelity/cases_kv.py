@@ -15,10 +15,10 @@ from ebbench.devices.capacity import kv_capacity_tokens, layout_with
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.profiles import DeviceProfile, find_model
 from ebbench.installation import bundled_dir
-from ebbench.papers.fidelity.case import reference_rows
 from ebbench.papers.fidelity.scores import PublishedFigure
+from ebbench.papers.published import rows
 
-STARTS, TOKENS = "kv_cache/starts.csv", "kv_cache/tokens.csv"
+STARTS, TOKENS = "kv_cache/starts", "kv_cache/tokens"
 MODELS = bundled_dir("reference") / "kv_cache" / "models"
 SOURCE, LAYOUTS = "KV cache at the start", "KV cache in tokens"
 
@@ -33,13 +33,13 @@ def kv_cells() -> list[PublishedFigure]:
             SOURCE, "several", row["model"], f"{row['gpu']}, tp={row['tp']}, vLLM {row['vllm']}, {row['utilization']}",
             "v1", "kv_gib", float(row["kv_gib"]), kv_gib(row), fitted=row["used"] == "yes",
         )
-        for row in reference_rows(STARTS)
+        for row in rows(STARTS)
     ] + [
         PublishedFigure(
             LAYOUTS, "several", row["model"], _tokens_name(row), "v1", "kv_tokens", float(row["tokens"]),
             kv_tokens(row),
         )
-        for row in reference_rows(TOKENS)
+        for row in rows(TOKENS)
     ]  # fmt: skip
 
 

@@ -25,10 +25,11 @@ from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import find_model, find_profile, list_models
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import RunError
-from ebbench.papers.fidelity.case import FIT_ROWS, Case, reference_rows
+from ebbench.papers.fidelity.case import FIT_ROWS, Case
 from ebbench.papers.fidelity.cases import table3
 from ebbench.papers.fidelity.scores import PublishedFigure
 from ebbench.papers.protocols import protocol_cells
+from ebbench.papers.published import rows
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
 from ebbench.runs.execute import Task, make
@@ -39,7 +40,7 @@ from vllm_eb.policy import parse_policy
 
 Say = Callable[[str], None]
 DIED = "our run ended in an out-of-memory error of the receiving store, the published one did not"
-REPLAY = "llmservingsim/rtx4090_llama31_8b.csv"
+REPLAY = "llmservingsim/rtx4090_llama31_8b"
 
 
 def run_cases(
@@ -131,12 +132,12 @@ def _values(figures: Mapping[str, Any]) -> Mapping[str, float]:
 
 def replay_cells() -> list[PublishedFigure]:
     """The measured vLLM run on an RTX 4090, request by request; no constant was fitted on it."""
-    rows = reference_rows(REPLAY)
-    columns = {name: np.array([float(row[name]) for row in rows]) for name in rows[0] if name != "request_id"}
+    replayed = rows(REPLAY)
+    columns = {name: np.array([float(row[name]) for row in replayed]) for name in replayed[0] if name != "request_id"}
     # Arrivals use the client's clock, everything else the engine's: the fastest hand-over aligns the two.
     arrival = columns["arrival_time"] + (columns["queued_ts"] - columns["arrival_time"]).min()
     measured = latencies(arrival, columns["first_token_ts"], columns["last_token_ts"], columns["output_toks"])
-    n = len(rows)
+    n = len(replayed)
     plan = timed_plan(
         arrival - arrival.min(), columns["input_toks"], columns["output_toks"], np.arange(n) + 1, ["replay"] * n
     )
