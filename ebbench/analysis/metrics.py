@@ -437,6 +437,8 @@ def measure(
     e2el_ns, outputs = (columns.last_token - columns.intended)[ok], columns.output_tokens[ok]
     slow_ms = Distribution.of_ns(e2el_ns / np.maximum(outputs, 1)).p90
     sent = chosen & (columns.sent != MISSING) & (columns.intended != MISSING)
+    reported = ok & (columns.cached_tokens != MISSING)
+    cached = int(columns.cached_tokens[reported].sum())
     return Metrics(
         planned=planned,
         completed=int(ok.sum()),
@@ -444,7 +446,7 @@ def measure(
         duration_s=duration_s,
         total_input_tokens=tokens_in,
         total_output_tokens=tokens_out,
-        cached_tokens=int(columns.cached_tokens[ok & (columns.cached_tokens != MISSING)].sum()),
+        cached_tokens=cached,
         preemptions=int(columns.preemptions[chosen].sum()),
         bundled_requests=int(columns.bundled[ok].sum()),
         request_throughput=_rate(int(ok.sum()), duration_s),
@@ -461,7 +463,7 @@ def measure(
         lag=Distribution.of_ns((columns.sent - columns.intended)[sent]),
         input_throughput=_rate(tokens_in, duration_s),
         token_goodput=None if good is None else _rate(int(columns.output_tokens[good].sum()), duration_s),
-        prefix_hit_rate=_hit_rate(columns, ok & (columns.cached_tokens != MISSING)),
+        prefix_hit_rate=_rate(cached, float(columns.input_tokens[reported].sum())),
         abandoned_input_tokens=int(columns.input_tokens[abandoned & columns.prompt_computed].sum()),
         abandoned_output_tokens=int(columns.output_tokens[abandoned].sum()),
         ttfat=Distribution.of_ns((answer_began - columns.intended)[ok & (answer_began != MISSING)]),
@@ -496,11 +498,6 @@ def _duration_s(columns: RequestColumns, chosen: Mask, ok: Mask) -> float | None
 
 def _rate(amount: float, duration_s: float | None) -> float | None:
     return amount / duration_s if duration_s else None
-
-
-def _hit_rate(columns: RequestColumns, rows: Mask) -> float | None:
-    prompts = int(columns.input_tokens[rows].sum())
-    return int(columns.cached_tokens[rows].sum()) / prompts if prompts else None
 
 
 def tpot_ns(columns: RequestColumns, rows: Mask) -> npt.NDArray[np.float64]:

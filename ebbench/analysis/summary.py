@@ -274,11 +274,9 @@ class Summary:
 
     def _of_class(self, name: str) -> dict[str, Any]:
         priority = {"priority": self.load.priorities.get(name, 0)} if self.load.priorities else {}
-        return priority | self.of_class(name)._figures()
-
-    def _figures(self) -> dict[str, Any]:
-        limits = {"goodput_slo_ms": self.slo.limits() or None}
-        return metrics_dict(self.metrics) | limits | self._parts()
+        own = self.of_class(name)
+        limits = {"goodput_slo_ms": own.slo.limits() or None}
+        return priority | metrics_dict(own.metrics) | limits | own._parts()
 
     def to_table(self) -> pa.Table:
         """One row with the figures of :meth:`to_dict` under its keys, for Parquet: those of a steady window as

@@ -289,7 +289,11 @@ def _change(points: Sequence[Point], figure: str, rules: Rules) -> Change | None
     if not tested:
         return None
     levels = _levels(points, figure)
-    place = max(tested, key=lambda candidate: _stands_out(levels, candidate))
+
+    def standing_out(at: int) -> float:  # difference of the means in its standard errors, but for a factor
+        return abs(fmean(levels[at:]) - fmean(levels[:at])) * math.sqrt(at * (len(levels) - at) / len(levels))
+
+    place = max(tested, key=standing_out)
     # In virtual time the same plan gives the same figure whenever it is run, so that no night is worse by chance.
     exact = all(pair.candidate.virtual and pair.candidate.lengths == pair.baseline.lengths for pair in tested[place])
     shared = replace(rules, alpha=rules.alpha / 2 / (1 if exact else len(tested)))  # it may rise or fall
@@ -313,12 +317,6 @@ def _levels(points: Sequence[Point], figure: str) -> list[float]:
     repeated = all(len(values) > 1 for values in plans.values())
     means: Mapping[str, float] = {plan: fmean(values) for plan, values in plans.items()} if repeated else {}
     return [fmean(value - means.get(plan, 0.0) for plan, value in point) for point in logs]
-
-
-def _stands_out(levels: Sequence[float], place: int) -> float:
-    """Difference of the means on both sides of a place, in units of its standard error but for a factor."""
-    before, after = levels[:place], levels[place:]
-    return abs(fmean(after) - fmean(before)) * math.sqrt(len(before) * len(after) / len(levels))
 
 
 def trends_of(runs: Sequence[Run], rules: Rules = DEFAULT_RULES) -> list[list[Trend]]:

@@ -25,7 +25,6 @@ from msgspec import to_builtins
 
 from ebbench.analysis.environment import differences, listed, remedy
 from ebbench.analysis.statistics import (
-    PairedInterval,
     anytime_p,
     confidence_sequence,
     detectable_loss,
@@ -378,9 +377,12 @@ def _judged(
     interval = (confidence_sequence if rules.sequential else paired_t)(losses, rules.confidence)
     gated, margin = p_adjusted is not None, rules.margin_of(figure)
     adjusted = p if p_adjusted is None else p_adjusted
-    detectable = None
+    detectable, least = None, math.log1p(margin)
     if level is not None:
-        detectable = detectable_loss(spread_of(losses), len(losses), alpha=level, margin=math.log1p(margin))
+        detectable = detectable_loss(spread_of(losses), len(losses), alpha=level, margin=least)
+    outcome: Outcome = "pass" if interval.high < least else "inconclusive"
+    if adjusted <= rules.alpha and interval.mean >= least:
+        outcome = "fail"
     return Judged(
         figure=figure,
         gated=gated,
@@ -395,14 +397,8 @@ def _judged(
         p_adjusted=adjusted,
         margin=margin,
         detectable=None if detectable is None else math.expm1(detectable),
-        outcome=_outcome(interval, adjusted, math.log1p(margin), rules.alpha),
+        outcome=outcome,
     )
-
-
-def _outcome(interval: PairedInterval, p_adjusted: float, margin: float, alpha: float) -> Outcome:
-    if p_adjusted <= alpha and interval.mean >= margin:
-        return "fail"
-    return "pass" if interval.high < margin else "inconclusive"
 
 
 def _conclude(

@@ -118,7 +118,7 @@ def _measure_vllm(
     start_s = time.monotonic() - began
     target = replace(target, kv_capacity_tokens=vllm.kv_tokens)
     grid = _fitting(grid, vllm.kv_tokens, messages)
-    runs = SteppedRuns.beside(grid, vllm, check) if check else None
+    runs = SteppedRuns(vllm, check_plan(grid, check), every=grid.probes) if check else None
     with shown(messages, Work("calibrate", unit="probes")) as work:
         probed = measure_steps(vllm, grid, runs.pause if runs else None, work.reached)
     measured = fit(
@@ -226,7 +226,7 @@ class Check:
 
 def check_prediction(engine: Engine, device: Device, measured: MeasuredCosts, grid: ProbeGrid, requests: int) -> Check:
     """Run requests of other lengths on the engine, and on the simulator with the measured device."""
-    plan = _check_plan(grid, requests)
+    plan = check_plan(grid, requests)
     real = engine.run(plan, parse_policy("v1"), device, grid.options, None).uninterrupted()
     blocks = int(real.steps["kv_blocks_total"][0].as_py())
     options = replace(grid.options, num_kv_blocks=blocks)
@@ -246,11 +246,6 @@ class SteppedRuns:
     every: int = 1
     seconds: list[float] = field(default_factory=list)
     _pauses: int = 0
-
-    @classmethod
-    def beside(cls, grid: ProbeGrid, vllm: SteppedVllm, requests: int) -> SteppedRuns:
-        """Requests of lengths within the grid, at a concurrency between its batch sizes; one run per round."""
-        return cls(vllm, _check_plan(grid, requests), every=grid.probes)
 
     def pause(self) -> None:
         """Count a pause; called after each probe."""
@@ -288,7 +283,7 @@ def predict(plan: Plan, device: Device, measured: MeasuredCosts, options: Engine
     return _tokens_per_s(SimEngine().run(plan, parse_policy("v1"), twin, options, None).uninterrupted())
 
 
-def _check_plan(grid: ProbeGrid, requests: int) -> Plan:
+def check_plan(grid: ProbeGrid, requests: int) -> Plan:
     """Lengths in the middle of the measured range, at half the largest batch size."""
     return build_plan(
         "balanced", num_prompts=requests, seed=11, source="profile", max_concurrency=max(grid.seqs[-1] // 2, 2),

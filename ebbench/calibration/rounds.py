@@ -199,10 +199,6 @@ class _Times:
     requests: list[float] = field(default_factory=list)
     round: int = 0
 
-    def add(self, key: Key, seconds: float) -> None:
-        """Record a step of this shape."""
-        self.steps.append((key, self.round, seconds))
-
 
 def measure_steps(
     vllm: SteppedVllm,
@@ -286,7 +282,7 @@ def _prefill(vllm: SteppedVllm, times: _Times, tokens: int) -> None:
     start_s = vllm.clock()
     vllm.add(tokens, 1)
     taken_in_s = vllm.clock() - start_s
-    times.add((tokens, 0, 0), vllm.step_s()[0])
+    times.steps.append(((tokens, 0, 0), times.round, vllm.step_s()[0]))
     times.requests.append(taken_in_s + vllm.settle_s())
 
 
@@ -303,10 +299,10 @@ def _with_decodes(
         start_s = vllm.clock()
         vllm.add(tokens, 1)
         taken_in_s = vllm.clock() - start_s
-        times.add((tokens, seqs, context), vllm.step_s()[0])
+        times.steps.append(((tokens, seqs, context), times.round, vllm.step_s()[0]))
         forgetting_s = vllm.step_s()[0]
         vllm.step_s()  # some per cent slower than usual: the caches hold the prompt
         alone_s = vllm.step_s()[0]
-        times.add((0, seqs, context), alone_s)
+        times.steps.append(((0, seqs, context), times.round, alone_s))
         times.requests.append(taken_in_s + forgetting_s - alone_s)
     vllm.clear(names)

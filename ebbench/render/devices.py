@@ -102,16 +102,11 @@ def curve_lines(curve: MarginalCurve) -> Iterator[Text]:
         line.append(f" {cost * 1e6:4.0f} µs")
         yield line
     yield Text(f"  │ one more token in a pure decode step: {curve.decode_s * 1e6:.0f} µs")
-    yield Text("  " + crossover_words(curve), style="bold")
-
-
-def crossover_words(curve: MarginalCurve) -> str:
-    """The crossover in a sentence."""
-    if curve.crossover is None:
-        return "crossover: none; a token in a mixed step never costs more than in a decode step"
-    return (
-        f"crossover r = {curve.crossover:.2f}: above this share of decodes a mixed token costs more than a decode token"
-    )
+    crossover = ": none; a token in a mixed step never costs more than in a decode step"
+    if curve.crossover is not None:
+        meaning = "above this share of decodes a mixed token costs more than a decode token"
+        crossover = f" r = {curve.crossover:.2f}: {meaning}"
+    yield Text(f"  crossover{crossover}", style="bold")
 
 
 def draw(facts: DeviceFacts, path: Path) -> None:

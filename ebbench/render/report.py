@@ -145,18 +145,14 @@ def _settings(summaries: Sequence[Summary]) -> str:
     for policy in dict.fromkeys(summary.policy for summary in known):
         for name, value in (policy_settings(policy) or {}).items():
             if value is not None and f"{name}=" not in policy and (name, value) != ("order", "fcfs"):
-                owners.setdefault(f"{name} {_setting(value)}", []).append(policy)
+                number = f"{value:g}" if isinstance(value, float) else value
+                shown = ("off", "on")[value] if isinstance(value, bool) else number
+                owners.setdefault(f"{name} {shown}", []).append(policy)
     shared: dict[tuple[str, ...], list[str]] = {}
     for text, policies in owners.items():
         shared.setdefault(tuple(policies), []).append(text)
     parts = [f"{', '.join(policies)}: {', '.join(texts)}" for policies, texts in shared.items()]
     return f"Settings of {'; '.join(parts)}." if parts else ""
-
-
-def _setting(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _seeds(summaries: Sequence[Summary]) -> str:

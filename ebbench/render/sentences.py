@@ -210,11 +210,6 @@ class Verdict(NamedTuple):
     shown: bool = False
 
 
-def _single(group: Group) -> str:
-    estimated = " (an estimate)" if group.estimated else ""
-    return f"{group.policy}: {rate(group.mean(throughput))} {_tokens([group])} over the whole run{estimated}."
-
-
 def _tokens(groups: Sequence[Group]) -> str:
     return "prompt tokens/s" if without_tokens(groups) else "output tokens/s"
 
@@ -235,7 +230,10 @@ def verdict(groups: Sequence[Group]) -> Verdict:
     if len(groups) > 1 and invalid:
         return Verdict([f"No winner: {invalid}, and an INVALID run is never compared."])
     if len(groups) == 1 and order:
-        return Verdict([_single(order[0]), *_worst_classes(groups)])
+        (only,) = order
+        estimated = " (an estimate)" if only.estimated else ""
+        whole = f"{only.policy}: {rate(only.mean(throughput))} {_tokens(order)} over the whole run{estimated}."
+        return Verdict([whole, *_worst_classes(groups)])
     if len(order) < len(groups):
         nothing = "without a completed request"
         idle = _policies_that_are(groups, lambda summary: throughput(summary.metrics) is None, nothing)

@@ -120,7 +120,8 @@ def _by_policy(
     groups: Sequence[Group], of_case: Sequence[Group], figures: Sequence[_Figure]
 ) -> tuple[tuple[Column, ...], list[tuple[Value, ...]]]:
     """Columns and one row per policy: throughput, its gain over the baseline if the case has others, the figures."""
-    baseline, leading = baseline_group(groups), _leading(of_case)
+    # Policies are ranked by the throughput of prompts where answers have no tokens.
+    baseline, leading = baseline_group(groups), _INPUT if without_tokens(of_case) else _OUTPUT
     several = len(of_case) > 1
     versus = [Column(f"vs\n{baseline_group(of_case).policy}", "change", key="gain")] if several else []
     columns = (Column("policy", "label", fold=True), leading.column(), *versus, *(f.column() for f in figures))
@@ -231,11 +232,6 @@ def _of_sessions(group: Group, of: Callable[[SessionFigures], float | None]) -> 
     if len(known) < len(group.summaries):
         return MeanFigure(None)
     return MeanFigure(fmean(known), stdev(known) if len(known) > 1 and not group.copies else None)
-
-
-def _leading(groups: Sequence[Group]) -> _Figure:
-    """The throughput by which policies are ranked: of prompts where answers have no tokens."""
-    return _INPUT if without_tokens(groups) else _OUTPUT
 
 
 def _figures(groups: Sequence[Group], *, all_percentiles: bool) -> list[_Figure]:

@@ -122,7 +122,11 @@ def _overview(runs: Sequence[Run], *, summaries: bool) -> pa.Table:
     figures = [metrics_dict(summarise(run).metrics) for run in runs] if summaries else []
     described = {name: _column([row.get(name) for row in rows]) for name in _names(rows)}
     names = [name for name in _names(figures) if name not in described and name != "steady"]
-    return pa.table(described | {name: _numbers([row.get(name) for row in figures]) for name in names})
+    columns = {name: [row.get(name) for row in figures] for name in names}
+    for name, values in columns.items():  # integers stay integers; any other column is double, even without values
+        whole = all(isinstance(value, int) for value in values)
+        described[name] = pa.array(values, pa.int64() if whole else pa.float64(), from_pandas=True)
+    return pa.table(described)
 
 
 def _names(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -150,12 +154,6 @@ def _column(values: list[Any]) -> pa.Array:
         return pa.array(values, from_pandas=True)
     except pa.ArrowException:
         return pa.array([None if value is None else str(value) for value in values], pa.string())
-
-
-def _numbers(values: list[int | float | None]) -> pa.Array:
-    """Integers stay integers; any other column is double, even if no run has a value."""
-    counts = all(isinstance(value, int) for value in values)
-    return pa.array(values, pa.int64() if counts else pa.float64(), from_pandas=True)
 
 
 def _unglobbed(path: str) -> str:

@@ -76,10 +76,13 @@ def _section(series: Series, title: str, last: int | None) -> Section:
     shown = range(max(0, len(points) - last) if last else 0, len(points))
     days = [points[place].begun[:10] for place in shown]  # or the minutes, where several points are of one day
     begun: list[Value] = [*days] if len(set(days)) == len(days) else [points[place].begun for place in shown]
+    # Points of a server, where nobody stated a commit, are told apart by its version.
+    commits = any(member.stated for point in points for member in point.members)
+    kind = "commit" if commits or any(_HASH.fullmatch(point.commit) for point in points) else "version"
     cells: list[tuple[Column, list[Value]]] = [
         (Column("point", "label", right=True), [str(place + 1) for place in shown]),
         (Column("begun (UTC)", "label"), begun),
-        (Column(_kind(points), "label"), [_short(points[place]) for place in shown]),
+        (Column(kind, "label"), [_short(points[place]) for place in shown]),
         (Column("label", "label"), [points[place].label for place in shown]),
         (Column("runs"), [len(points[place].members) for place in shown]),
     ]
@@ -142,12 +145,6 @@ def _change_told(name: str, change: Change, point: Point) -> str:
         f"{name} {numbers.change(grown)} ({change.direction}) from {_point_name(point)} on: {interval}, "
         f"p = {change.judged.p_adjusted:.4f} over {counted(len(change.judged.losses), 'pair')}."
     )
-
-
-def _kind(points: Sequence[Point]) -> str:
-    """Whether points are told apart by commits or by versions: those of a server, where nobody stated a commit."""
-    commits = any(member.stated for point in points for member in point.members)
-    return "commit" if commits or any(_HASH.fullmatch(point.commit) for point in points) else "version"
 
 
 def _short(point: Point) -> str:

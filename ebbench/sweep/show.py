@@ -180,17 +180,12 @@ def console_report(result: Result, bests: Sequence[Finding], metric: str) -> Ren
     parts += notes("Keep in mind", caveats(result))
     finished, speed = result.done - len(result.failed), f"{result.elapsed_s:,.1f} s ({result.cells_per_s:.2f} cells/s)"
     timing = f"{finished} cells in {speed}" if finished else "no new cell"
-    kept = f"{result.kept} from before{_kept_since(result)}"
+    kept = f"{result.kept} from before"
+    if result.kept_since_unix_s is not None:
+        when = datetime.fromtimestamp(result.kept_since_unix_s, UTC)
+        again = "; --fresh measures again" if any(cell.real_time for cell in result.sweep.cells) else ""
+        kept += f" (the oldest of {when:%Y-%m-%d %H:%M} UTC{again})"
     return Stack(*parts, Text(), Text(f"{timing}, {kept}; table: {result.results}"))
-
-
-def _kept_since(result: Result) -> str:
-    """When kept cells were stored, with the option that measures again where they took real time."""
-    if result.kept_since_unix_s is None:
-        return ""
-    when = datetime.fromtimestamp(result.kept_since_unix_s, UTC)
-    again = "; --fresh measures again" if any(cell.real_time for cell in result.sweep.cells) else ""
-    return f" (the oldest of {when:%Y-%m-%d %H:%M} UTC{again})"
 
 
 def caveats(result: Result) -> list[str]:

@@ -210,20 +210,16 @@ def _problem(options: EngineOptions, policy: str) -> str:
 
 def _check_engines(cells: Sequence[RunSpec]) -> None:
     """Create every engine once, which raises UsageError for unsupported settings."""
-    for cell in {_of_engine(cell): cell for cell in cells}.values():
+    by_engine = {
+        repr((cell.engine, cell.model, cell.client, cell.cluster, cell.vllm_options, cell.plan.scenario,
+              cell.plan.max_model_len, cell.plan.drop_too_long)): cell
+        for cell in cells
+    }  # fmt: skip
+    for cell in by_engine.values():
         make_engine(cell)
     for cell in cells:
         if cell.ramp_up_s is not None and not cell.real_time and not cell.plan.request_rate:
             raise UsageError("ramp_up_s of a closed loop needs a server; leave it out, or give a request_rate")
-
-
-def _of_engine(cell: RunSpec) -> str:
-    """What :func:`make_engine` reads of a cell."""
-    plan = cell.plan
-    return repr((
-        cell.engine, cell.model, cell.client, cell.cluster, cell.vllm_options, plan.scenario, plan.max_model_len,
-        plan.drop_too_long,
-    ))  # fmt: skip
 
 
 def _check_names(cells: Sequence[RunSpec]) -> None:

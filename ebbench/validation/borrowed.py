@@ -113,7 +113,10 @@ def pack(folder: Path, vllm: str, python: str, model: Path, parcel_mib: int, wit
         raise BorrowedError("uv is not installed: pip install uv")
     if not (CHECKOUT / "pyproject.toml").exists():
         raise BorrowedError("parcels are packed from a checkout of ebbench; this is an installed copy")
-    with tempfile.TemporaryDirectory(dir=_empty(folder)) as temporary:
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise BorrowedError(f"{folder} is not empty; give another folder")
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
         tree = Path(temporary)
         site = tree / "site"
         excluded = tree / "excluded.txt"
@@ -124,7 +127,8 @@ def pack(folder: Path, vllm: str, python: str, model: Path, parcel_mib: int, wit
         if subprocess.run(list(map(str, words))).returncode:
             raise BorrowedError(f"{vllm} could not be installed for Python {python}; the reason is above")
         excluded.unlink()
-        _remove(site)
+        for path in [path for pattern in REMOVED for path in site.glob(pattern)]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         kept = Path("models") / model.resolve().parent.name / "config.json"
         (tree / kept).parent.mkdir(parents=True)
         shutil.copy(model, tree / kept)
@@ -136,19 +140,6 @@ def pack(folder: Path, vllm: str, python: str, model: Path, parcel_mib: int, wit
         contents = cut(tree, folder, parcel_mib * MIB, contents)
     shutil.copy(__file__, folder)
     return contents
-
-
-def _empty(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise BorrowedError(f"{folder} is not empty; give another folder")
-    return folder
-
-
-def _remove(site: Path) -> None:
-    for pattern in REMOVED:
-        for path in list(site.glob(pattern)):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _torch(site: Path, vllm: str) -> str:

@@ -43,10 +43,10 @@ def as_dict(
     ]
     return {
         "format": FORMAT,
-        "verdict": judged.verdict.word,
-        "sentence": judged.verdict.sentence,
-        "directions": {"right": judged.verdict.directions_right, "clear": judged.verdict.directions_clear},
-        "metrics": [finite(asdict(entry)) for entry in judged.verdict.metrics],
+        "verdict": judged.word,
+        "sentence": judged.sentence,
+        "directions": {"right": judged.directions_right, "clear": judged.directions_clear},
+        "metrics": [finite(asdict(entry)) for entry in judged.metrics],
         "errors": [finite(asdict(error)) for error in judged.errors],
         "gains": [finite(asdict(gain)) for gain in judged.gains],
         "runs": {
@@ -138,7 +138,7 @@ def notes(question: ValidationQuestion, outcomes: Outcomes, judged: Judgement) -
         "error: predicted over measured, mean over the rounds; noise: half its 95 % interval, from the differences "
         "between rounds of the same run; lowest, highest: of the measured runs",
     ]
-    lines += [_bias(of_metric) for of_metric in judged.verdict.metrics]
+    lines += [_bias(of_metric) for of_metric in judged.metrics]
     if question.real:
         server = question.predicted_server
         predicted = f"times an API server of class {server}" if server else "times neither (--api-server off)"
@@ -213,12 +213,12 @@ def run_validation(question: ValidationQuestion, folder: Path, max_time_s: float
         document = as_document(question, outcomes, judged, machine, load_average)
         content = as_dict(question, outcomes, judged, machine)
         files.write_bytes(json.dumps(content, indent=1, allow_nan=False).encode() + b"\n", folder / RESULT)
-        files.write_bytes(f"{as_markdown(document)}\n**{judged.verdict.sentence}.**\n".encode(), folder / TABLES)
+        files.write_bytes(f"{as_markdown(document)}\n**{judged.sentence}.**\n".encode(), folder / TABLES)
         if as_json:
             sys.stdout.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
         else:
             _show(Console(highlight=False), document, judged, folder)
-        return judged.verdict.word
+        return judged.word
 
 
 def announce(question: ValidationQuestion, folder: Path, max_time_s: float) -> list[str]:
@@ -265,5 +265,5 @@ def _open_folder(question: ValidationQuestion, folder: Path) -> None:
 def _show(console: Console, document: Document, judged: Judgement, folder: Path) -> None:
     console.print(as_rich(document, console.width))
     console.print()
-    console.print(Text(f"{judged.verdict.sentence}.", style="bold"))
+    console.print(Text(f"{judged.sentence}.", style="bold"))
     console.say(f"stored in {folder}: {RESULT}, {TABLES}, manifest.json")

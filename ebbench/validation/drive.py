@@ -59,17 +59,12 @@ def steps_folder(folder: Path, number: int) -> Path:
     return folder / "steps" / f"round-{number + 1}"
 
 
-def is_measured(folder: Path) -> bool:
-    """Whether step times are stored under ``folder``."""
-    return (folder / RESULT).exists()
-
-
 def measure_step_times(question: ValidationQuestion, folder: Path) -> StepTimes:
     """Measure step times on this machine and store them under ``folder``, unless an earlier call stored them there.
 
     Raises UsageError for options that calibrate refuses, RunError if vLLM cannot be measured.
     """
-    if is_measured(folder):
+    if (folder / RESULT).exists():
         return stored_step_times(folder)
     folder.mkdir(parents=True, exist_ok=True)
     log, out = folder / "calibrate.log", folder / "calibrate.json"
@@ -190,7 +185,7 @@ def announcement(question: ValidationQuestion, schedule: MeasuringSchedule, step
 
 def _step_times(question: ValidationQuestion, folder: Path, number: int, say: Say) -> StepTimes:
     place = steps_folder(folder, number)
-    kept = is_measured(place)
+    kept = (place / RESULT).exists()
     steps = measure_step_times(question, place)
     if not kept:
         say(f"round {number + 1}, step times: {steps.steps} steps in {steps.seconds:.0f} s")
@@ -200,6 +195,13 @@ def _step_times(question: ValidationQuestion, folder: Path, number: int, say: Sa
 def _settings(question: ValidationQuestion, number: int) -> list[PlannedRun]:
     loads = range(len(question.loads))
     return [PlannedRun(policy, load_index, number) for policy in question.order(number) for load_index in loads]
+
+
+def _check_device(cell: RunSpec) -> None:
+    """Raise RunError unless the device predicts from the measured step times."""
+    device = device_of(cell)
+    if not isinstance(device.cost, GridCost):
+        raise RunError(f"{cell.device} has no measured step times of {cell.model}; it has {device.provenance}")
 
 
 @dataclass
@@ -226,10 +228,7 @@ class _Rounds:
         """Predict the runs of the next round, which has these step times."""
         self.steps.append(steps)
         cells = [self._cell(predicted_cell, run) for run in _settings(self.question, len(self.steps) - 1)]
-        device = device_of(cells[0])
-        if not isinstance(device.cost, GridCost):
-            measured = f"{cells[0].device} has no measured step times of {cells[0].model}"
-            raise RunError(f"{measured}; it has {device.provenance}")
+        _check_device(cells[0])
         run_missing(cells, self.predicted, whole=True)
 
     def stored_runs(self) -> int:
@@ -241,8 +240,8 @@ class _Rounds:
         for _ in range(ATTEMPTS):
             for number in range(self.schedule.rounds):
                 if number == len(self.steps):
-                    measured = is_measured(steps_folder(self.folder, number))
-                    if not measured and self._too_late(self.steps[0].seconds + self.server_s):
+                    kept = (steps_folder(self.folder, number) / RESULT).exists()
+                    if not kept and self._too_late(self.steps[0].seconds + self.server_s):
                         return self._stopped
                     self._now(f"step times of round {number + 1}")
                     self.predict(_step_times(self.question, self.folder, number, self.say))
@@ -284,8 +283,17 @@ class _Rounds:
         if self._too_late(self.server_s):
             return False
         self._now(f"round {number + 1}, {policy}")
+
+        def tell(cell: RunSpec, run: Measured) -> None:
+            load, rate = cell.plan.max_concurrency, run.get("output_throughput")
+            figures = "no request completed" if rate is None else f"{rate:,.0f} output tokens/s"
+            reasons = "; ".join(map(shown_text, run.figures.get("reasons", ())))
+            invalid = "" if run.valid else f"; INVALID: {reasons}"
+            where = f"round {number + 1}, {cell.policy} at {load} open"
+            self.say(f"{where}: {figures} in {run.seconds:.0f} s{invalid}")
+
         began = time.monotonic()
-        _measure_policy(self.question, missing, self.measured, partial(_tell, self.say, f"round {number + 1}"))
+        _measure_policy(self.question, missing, self.measured, tell)
         if len(missing) == len(runs):
             # Expected was the start that step times took, the first on this machine: vLLM compiles only then.
             self.servers_s.append(time.monotonic() - began)
@@ -315,10 +323,3 @@ def _measure_policy(
             server = stack.enter_context(start)
         move_beside_the_client([process.group for process in server.processes], server_processors(question))
         run_cells(cells, store, InProcess(), whole=True, stored=stored, job=partial(make, engine=server))
-
-
-def _tell(say: Say, where: str, cell: RunSpec, measured: Measured) -> None:
-    load, rate = cell.plan.max_concurrency, measured.get("output_throughput")
-    figures = "no request completed" if rate is None else f"{rate:,.0f} output tokens/s"
-    invalid = "" if measured.valid else f"; INVALID: {'; '.join(map(shown_text, measured.figures.get('reasons', ())))}"
-    say(f"{where}, {cell.policy} at {load} open: {figures} in {measured.seconds:.0f} s{invalid}")

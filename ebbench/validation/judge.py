@@ -104,9 +104,14 @@ class MetricVerdict:
 
 
 @dataclass(frozen=True)
-class ValidationVerdict:
-    """``word``: what simulated results can be used for on this machine; ``sentence``: the same with its reasons."""
+class Judgement:
+    """All comparisons, and the verdict.
 
+    ``word``: what simulated results can be used for on this machine; ``sentence``: the same with its reasons.
+    """
+
+    errors: tuple[Error, ...]
+    gains: tuple[GainPrediction, ...]
     word: Word
     sentence: str
     metrics: tuple[MetricVerdict, ...]
@@ -114,21 +119,26 @@ class ValidationVerdict:
     directions_clear: int
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """All comparisons, and the verdict."""
-
-    errors: tuple[Error, ...]
-    gains: tuple[GainPrediction, ...]
-    verdict: ValidationVerdict
-
-
 def judge(observations: Sequence[Observation], baseline: str) -> Judgement:
     """Compare valid runs; ``baseline`` is the policy whose throughput gains are relative to."""
     sound = [observation for observation in observations if observation.valid]
     errors = tuple(error for metric in METRICS for error in _errors(sound, metric))
     gains = tuple(_gains(sound, baseline))
-    return Judgement(errors, gains, _verdict(errors, gains))
+    by_metric = ((metric, [error for error in errors if error.metric == metric]) for metric in METRICS)
+    metrics = tuple(_metric_verdict(metric, of_metric) for metric, of_metric in by_metric if of_metric)
+    clear = [gain for gain in gains if gain.right is not None]
+    right = sum(bool(gain.right) for gain in clear)
+    word, reason = _word(errors, metrics, right, len(clear))
+    figures = "; ".join(
+        f"{METRICS[of.metric]} {100 * of.median_error:.1f} % off in the median, {100 * of.worst_error:.1f} % at worst"
+        for of in metrics
+    )
+    directions = f"direction of the gain right in {right} of {len(clear)} clear cases"
+    if not clear:
+        known = any(math.isfinite(gain.uncertainty) for gain in gains)
+        directions = "no gain was large enough to have a direction" if known else "no gain was measured twice"
+    sentence = "; ".join(part for part in (_MEANING[word] + reason, figures, directions) if part)
+    return Judgement(errors, gains, word, sentence, metrics, right, len(clear))
 
 
 def _errors(observations: Sequence[Observation], metric: str) -> list[Error]:
@@ -221,24 +231,6 @@ def _gains(observations: Sequence[Observation], baseline: str) -> Iterable[GainP
         yield GainPrediction(policy, load, math.expm1(predicted_gain), math.expm1(measured_gain), uncertainty, right)
 
 
-def _verdict(errors: Sequence[Error], gains: Sequence[GainPrediction]) -> ValidationVerdict:
-    by_metric = ((metric, [error for error in errors if error.metric == metric]) for metric in METRICS)
-    metrics = tuple(_metric_verdict(metric, of_metric) for metric, of_metric in by_metric if of_metric)
-    clear = [gain for gain in gains if gain.right is not None]
-    right = sum(bool(gain.right) for gain in clear)
-    word, reason = _word(errors, metrics, right, len(clear))
-    figures = "; ".join(
-        f"{METRICS[of.metric]} {100 * of.median_error:.1f} % off in the median, {100 * of.worst_error:.1f} % at worst"
-        for of in metrics
-    )
-    directions = f"direction of the gain right in {right} of {len(clear)} clear cases"
-    if not clear:
-        known = any(math.isfinite(gain.uncertainty) for gain in gains)
-        directions = "no gain was large enough to have a direction" if known else "no gain was measured twice"
-    sentence = "; ".join(part for part in (_MEANING[word] + reason, figures, directions) if part)
-    return ValidationVerdict(word, sentence, metrics, right, len(clear))
-
-
 _MEANING: Mapping[Word, str] = {
     "figures": "Simulated figures can be used as they are",
     "choices": "Simulated choices between policies can be used, absolute figures cannot",
@@ -255,16 +247,10 @@ def _metric_verdict(metric: str, errors: Sequence[Error]) -> MetricVerdict:
 
 def _keeps(errors: Sequence[Error], limit: float) -> bool | None:
     """Whether three of four settings keep the limit; None if noise leaves it undecided."""
-    if _upper_quartile(abs(error.error) + error.uncertainty for error in errors) <= limit:
+    place = math.ceil(0.75 * len(errors)) - 1  # of the smallest value that at least three of four do not exceed
+    if sorted(abs(error.error) + error.uncertainty for error in errors)[place] <= limit:
         return True
-    least = _upper_quartile(max(0.0, abs(error.error) - error.uncertainty) for error in errors)
-    return False if least > limit else None
-
-
-def _upper_quartile(values: Iterable[float]) -> float:
-    """The smallest of the values that at least three of four do not exceed."""
-    ordered = sorted(values)
-    return ordered[math.ceil(0.75 * len(ordered)) - 1]
+    return False if sorted(abs(error.error) - error.uncertainty for error in errors)[place] > limit else None
 
 
 def _word(errors: Sequence[Error], metrics: Sequence[MetricVerdict], right: int, clear: int) -> tuple[Word, str]:

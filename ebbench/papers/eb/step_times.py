@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -244,13 +245,10 @@ def _crossing_panel(device: str, model: str) -> Any:
     return time_panel(device, model, f"{gpu_title(device)}, {model}: {crossing}")
 
 
-def _of_further_models(panel: Callable[[str, str], Any]) -> Callable[[PaperOptions, RunStore, bool], Any]:
-    def chart(options: PaperOptions, _store: RunStore, _published: bool) -> Any:
-        alt, devices = altair(), options.devices or GPUS
-        models = options.models or FURTHER_MODELS
-        return alt.vconcat(*(alt.hconcat(*(panel(device, model) for device in devices)) for model in models))
-
-    return chart
+def _further_models(panel: Callable[[str, str], Any], options: PaperOptions, *_: object) -> Any:
+    alt, devices = altair(), options.devices or GPUS
+    models = options.models or FURTHER_MODELS
+    return alt.vconcat(*(alt.hconcat(*(panel(device, model) for device in devices)) for model in models))
 
 
 CONTEXTS = (64, 128, 256, 512, 1024)
@@ -287,8 +285,8 @@ FIGURE2 = PaperFigure(
     runs=no_runs,
 )  # fmt: skip
 FIGURE8, FIGURE9 = (
-    PaperFigure(name, ("device", "model"), _of_further_models(panel), published_on=Published(GPUS, FURTHER_MODELS),
-                facts=globals(), runs=no_runs)
+    PaperFigure(name, ("device", "model"), partial(_further_models, panel), facts=globals(), runs=no_runs,
+                published_on=Published(GPUS, FURTHER_MODELS))
     for name, panel in (("figure8", _crossing_panel), ("figure9", _parts_panel))
 )  # fmt: skip
 FIGURE10 = PaperFigure(

@@ -119,7 +119,6 @@ def both_devices(options: PaperOptions, default: str) -> tuple[str, str]:
 
 
 def _best10(options: PaperOptions, store: RunStore, device: str, output: int, batch: int) -> tuple[float | None, str]:
-    """Best theta of the sweep, and the range of thetas within 1 % of it."""
     data = []
     for k in (max(1, batch * step // THETA_STEPS) for step in range(1, THETA_STEPS)):
         cells = repeats(
@@ -128,7 +127,12 @@ def _best10(options: PaperOptions, store: RunStore, device: str, output: int, ba
         )  # fmt: skip
         rate = mean_figure(store, cells, "request_throughput")
         data += [] if rate is None else [{"theta": k / batch, "value": rate}]
-    best = best_and_near(data) if len(data) == THETA_STEPS - 1 else None
+    return _best_theta(data if len(data) == THETA_STEPS - 1 else [])
+
+
+def _best_theta(data: list[dict[str, float]]) -> tuple[float | None, str]:
+    """The best theta of a sweep, and the range of thetas within 1 % of it."""
+    best = best_and_near(data)
     return (None, "") if best is None else (best[0], f"{best[1]:.2f}-{best[2]:.2f}")
 
 
@@ -312,8 +316,6 @@ TABLE13 = PaperTable(
 )  # fmt: skip
 
 
-# The EB paper's online threshold: beside fixed ones (figure 3), by its correction (ours), E.3 and E.5.
-
 # Figure 3 of the EB paper: throughput for fixed thresholds and for the online controller.
 
 FRACTIONS = tuple(range(1, 9))
@@ -489,8 +491,7 @@ def _best_thetas(options: PaperOptions, store: RunStore) -> Section:
     for index, name in enumerate(FIGURE12_COSTS):
         row: list[Value] = [name]
         for shape in FIGURE12_SHAPES:
-            best = best_and_near(sweep12(options, store, shape, slow=bool(index)))
-            row += [None, ""] if best is None else [best[0], f"{best[1]:.2f}-{best[2]:.2f}"]
+            row += _best_theta(sweep12(options, store, shape, slow=bool(index)))
         rows.append(tuple(row))
     return Section("best thresholds", columns, tuple(rows))
 
@@ -585,9 +586,8 @@ def _service_section(options: PaperOptions, store: RunStore, costs: tuple[float,
 def _updates(measured: Measured | None) -> list[float]:
     if measured is None:
         return []
-    table = measured.run.table("decisions", ["kind", "p0"])
-    updates = table.filter(pc.equal(table["kind"], "update"))["p0"].drop_null()
-    return [float(value) for value in updates.to_pylist()]
+    updates = measured.run.table("decisions", ["kind", "p0"]).filter(pc.field("kind") == "update")
+    return [float(value) for value in updates["p0"].drop_null().to_pylist()]
 
 
 E3 = PaperTable("e3", FIGURE12.reads, _document_ifr, whole=False, published_on=PUBLISHED_E2)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, product
+from itertools import product
 from typing import Any, NamedTuple
 
 from ebbench.analysis.documents import Column, Section, Value, average_row, comparison, labels, relative
@@ -191,11 +191,6 @@ def table2_cell(options: PaperOptions, device: str, model: str, workload: str, p
     return real_cell(options, device, model, workload, policy, sizes, _WEIGHT.get(workload, 1.0))
 
 
-def _keys2(options: PaperOptions) -> list[tuple[str, str, str]]:
-    models, workloads = options.models or _MODELS2, options.workloads or tuple(WORKLOADS)
-    return [(d, model, workload) for d in options.devices or GPUS for model in models for workload in workloads]
-
-
 def _row2(options: PaperOptions, store: RunStore, device: str, model: str, workload: str) -> tuple[Value, ...]:
     where = {"gpu": gpu_title(device), "model": MODELS.get(model, model), "workload": WORKLOADS.get(workload, workload)}
     ours = {}
@@ -210,10 +205,10 @@ def _content2(options: PaperOptions, store: RunStore) -> Sections:
     columns = labels("model", "workload")
     columns += policy_columns(POLICIES, options.further(*POLICIES), vs_v1=True)
     sections = []
-    for device, of_device in groupby(_keys2(options), key=lambda key: key[0]):
+    for device in options.devices or GPUS:
         rows: list[tuple[Value, ...]] = []
-        for model, keys in groupby(of_device, key=lambda key: key[1]):
-            of_model = [_row2(options, store, *key) for key in keys]
+        for model in options.models or _MODELS2:
+            of_model = [_row2(options, store, device, model, name) for name in options.workloads or WORKLOADS]
             rows += [*of_model, average_row(of_model, columns, f"{model_title(model)}, average")]
         sections.append(Section(gpu_title(device), columns, tuple(rows)))
     return sections

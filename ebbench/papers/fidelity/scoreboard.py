@@ -80,13 +80,12 @@ def _winners(cells: Iterable[PublishedFigure]) -> list[float]:
     for cell in cells:
         if cell.metric in THROUGHPUT and cell.scheduler not in SCHEDULERS and (cell.scored or cell.failed):
             cases.setdefault(cell.row, []).append(cell)
-    return [_right(case) for case in cases.values() if len(case) > 1]
-
-
-def _right(case: Sequence[PublishedFigure]) -> float:
-    # A run that ended without a rate counts as 0.
-    published, ours = (np.nan_to_num([getattr(cell, which) for cell in case]) for which in ("published", "ours"))
-    return float((published[ours == ours.max()] >= (1.0 - GAP) * published.max()).mean())
+    right = []
+    for case in (case for case in cases.values() if len(case) > 1):
+        # A run that ended without a rate counts as 0.
+        published, ours = (np.nan_to_num([getattr(cell, which) for cell in case]) for which in ("published", "ours"))
+        right.append(float((published[ours == ours.max()] >= (1.0 - GAP) * published.max()).mean()))
+    return right
 
 
 def losses(rows: Iterable[Row], before: Mapping[str, Row]) -> list[str]:
