@@ -1,4 +1,4 @@
-"""Lag of the event loop, measured by a timer that is due every 10 ms.
+"""Lag of the event loop, measured by a timer that is due every 20 ms.
 
 The lag of sends alone would not show a stalled loop: in a closed loop the intended start is set by the loop itself.
 """
@@ -11,7 +11,7 @@ from array import array
 
 from ebbench.process.alarm import Alarm
 
-PERIOD_NS = 10_000_000
+PERIOD_NS = 20_000_000
 
 
 class LagMonitor:

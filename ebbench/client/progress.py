@@ -87,26 +87,30 @@ def _token_columns(
 
     Tokens of one message have gaps of 0. Thinking tokens that were not sent have none.
     """
+    times_of = [_each_token(record) for record in records]
+    counts = np.array([len(times) for times in times_of], np.int64)
+    ends = np.cumsum(counts)
+    times = np.concatenate([*times_of, np.zeros(0, np.int64)])
+    some = counts > 0
     first, last = np.zeros(len(records), np.int64), np.zeros(len(records), np.int64)
-    pieces: list[npt.NDArray[np.int64]] = []
-    lengths = np.zeros(len(records), np.int64)
-    bundled: list[bool | None] = [None] * len(records)
-    for index, record in enumerate(records):
-        if not record.token_ns:
-            continue
-        times = np.frombuffer(record.token_ns, np.int64)
-        first[index], last[index] = times[0], times[-1]
-        if record.bundled:
-            times = np.repeat(times, _tokens_per_message(len(times), record.bundled, record.first_tokens))
-        gaps = np.diff(times)
-        lengths[index] = len(gaps)
-        pieces.append(gaps)
-        hidden = record.status == "ok" and len(times) < (record.output_tokens or 0)
-        bundled[index] = hidden or bool((gaps < SAME_TIME_NS).any())
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    mask = first == 0
-    values = pa.array(np.concatenate(pieces) if pieces else np.zeros(0, np.int64))
-    return first, last, pa.ListArray.from_arrays(pa.array(offsets), values, mask=pa.array(mask)), pa.array(bundled)
+    first[some], last[some] = times[(ends - counts)[some]], times[ends[some] - 1]
+    # Differences of all tokens, without those between the last token of a request and the first of the next one.
+    gaps = np.delete(np.diff(times), ends[some][:-1] - 1)
+    lengths = np.maximum(counts - 1, 0)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    short = np.concatenate([[0], np.cumsum(gaps < SAME_TIME_NS)])
+    hidden = [r.status == "ok" and count < (r.output_tokens or 0) for r, count in zip(records, counts, strict=True)]
+    bundled = pa.array(np.array(hidden) | (np.diff(short[offsets]) > 0), mask=~some)
+    lists = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(gaps), mask=pa.array(~some))
+    return first, last, lists, bundled
+
+
+def _each_token(record: RequestRecord) -> npt.NDArray[np.int64]:
+    """The time of each token, where several may have come in one message."""
+    times = np.frombuffer(record.token_ns, np.int64)
+    if not len(times) or not record.bundled:
+        return times
+    return np.repeat(times, _tokens_per_message(len(times), record.bundled, record.first_tokens))
 
 
 def _tokens_per_message(messages: int, bundled: int, first: int) -> npt.NDArray[np.int64]:

@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ebbench.config.declare import DEFAULT_VLLM
 from ebbench.devices import library
 from ebbench.devices.base import BANDWIDTH_SHARE, COMPUTE_SHARE, SINGLE, CostModel, Device, Drafter, Parallel, StepShape
 from ebbench.devices.geometry import ModelGeometry, decode_flops, pair_flops
+from ebbench.devices.launches import launch_s
 from ebbench.devices.layers import GRAPH_TOKENS, MAX_SAMPLED, MAX_TOKENS, step_arrays
 from ebbench.devices.library import select, table_source
 from ebbench.devices.profiles import DATA, DeviceProfile, identity_given, list_devices
@@ -361,11 +363,6 @@ def _fitted_mixed(a: float, b: float, c: float) -> MixedCost | None:
         return None
 
 
-# Time to launch one layer's kernels from Python, without CUDA graphs and compilation: the minimum of the iteration
-# times published for Qwen3-4B in eager mode (9.8 ms for 36 layers; eb-vllm, cost_model/linear_model).
-EAGER_LAYER_S = 270e-6
-
-
 @dataclass(frozen=True)
 class TableCost:
     """Step time from precomputed tables; a pure function of the shape, a few microseconds per call.
@@ -492,10 +489,11 @@ def table_cost(
     shape: Parallel = SINGLE,
     overlap: bool = True,
     eager: bool = False,
+    vllm: str = DEFAULT_VLLM,
 ) -> Built | None:
     """Build the model of one unit; None if the device has no kernel tables."""
     mixing = _mixing(profile, model, shape, host)
-    arrays = None if mixing is None else step_arrays(profile, model, shape, eager=eager, whole=mixing.whole)
+    arrays = None if mixing is None else step_arrays(profile, model, shape, eager=eager, whole=mixing.whole, vllm=vllm)
     if arrays is None or mixing is None:
         return None
     cost = TableCost(
@@ -504,7 +502,7 @@ def table_cost(
         attention=mixing.layers,
         host=host,
         overlap=overlap,
-        launch_s=EAGER_LAYER_S * model.layers if eager else 0.0,
+        launch_s=launch_s(model, shape) if eager else 0.0,
         experts_s=None if arrays.experts is None else arrays.experts.tolist(),
     )
     notes = (*arrays.notes, *mixing.notes)

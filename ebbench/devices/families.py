@@ -57,9 +57,9 @@ class Family:
     ``dense_width``, ``shared_width``: keys of the width of a dense MLP, and of what every token passes beside its
     experts, if not the usual ones. ``width``: the MLP's width, if not what a key says. ``mlp_matrices``: 3 with a gate,
     2 without. ``one_each``: a layer is attention or MLP, not both. ``tied``: whether embeddings are tied where the
-    config does not say. ``others``: parameters outside layers, embeddings and head. ``modules``: names of the parts of
-    a layer. ``understood``: keys that change
-    nothing here. ``note``: a caveat that its results carry.
+    config does not say. ``wide_router``: vLLM chooses experts in 32 bits. ``others``: parameters outside layers,
+    embeddings and head. ``modules``: names of the parts of a layer. ``understood``: keys that change nothing here.
+    ``note``: a caveat that its results carry.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -74,6 +74,7 @@ class Family:
     tied: bool = False
     qk_norm: bool = False
     joint_norms: bool = False
+    wide_router: bool = False
     norms: int = 2
     others: Callable[[ConfigValues], int] | None = None
     modules: ModuleNames = field(default_factory=ModuleNames)
@@ -257,7 +258,7 @@ DSA = replace(DEEPSEEK, layers={FULL: (latent, index)}, understood=_NOT_SPARSE)
 _BLOCK_SPARSE_MOE = ModuleNames(experts="block_sparse_moe.experts")
 MINIMAX_M3 = Family(
     modules=ModuleNames(mlp="block_sparse_moe", experts="block_sparse_moe.experts"),
-    experts=True, qk_norm=True, pattern=_flags("sparse_attention_freq", SPARSE),
+    experts=True, qk_norm=True, wide_router=True, pattern=_flags("sparse_attention_freq", SPARSE),
     layers={FULL: (softmax(),), SPARSE: (block_sparse, block_index)},
     understood=("rotary_dim", "use_gemma_norm", "sparse_score_type", "sparse_disable_index_value",
                 "use_sparse_attention"),
@@ -395,22 +396,23 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("exaone4", "exaone4_5_text"), EXAONE4),
     "exaone_moe": replace(EXAONE4, experts=True, defaults={"first_k_dense_replace": 1}),
     **dict.fromkeys(("ernie4_5", "paddleocr_vl_text"), ERNIE),
-    **dict.fromkeys(("ernie4_5_moe",), replace(MIXTURE, tied=True)),
+    "ernie4_5_moe": replace(MIXTURE, tied=True, wide_router=True),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_vl_text"), HUNYUAN),
     "hunyuan_v1_moe": replace(HUNYUAN, experts=True, defaults={"num_shared_expert": 1},
                               understood=(*_HUNYUAN_KEYS, "use_mixed_mlp_moe")),
-    "hy_v3": replace(MIXTURE, qk_norm=True, understood=("enable_moe_fp32_combine",),
+    "hy_v3": replace(MIXTURE, qk_norm=True, wide_router=True, understood=("enable_moe_fp32_combine",),
                      defaults={"first_k_dense_replace": 1}),
     "mixtral": replace(MIXTURE, modules=_BLOCK_SPARSE_MOE),
-    "minimax_m2": replace(MIXTURE, modules=_BLOCK_SPARSE_MOE, qk_norm=True, joint_norms=True),
+    "minimax_m2": replace(MIXTURE, modules=_BLOCK_SPARSE_MOE, qk_norm=True, joint_norms=True, wide_router=True),
     **dict.fromkeys(("phimoe", "granitemoe", "granitemoeshared", "olmoe", "flex_olmo", "deepseek",
-                     "solar_open", "glm4_moe", "glm4v_moe_text", "aria_text"), MIXTURE),
+                     "solar_open", "aria_text"), MIXTURE),
+    **dict.fromkeys(("glm4_moe", "glm4v_moe_text"), replace(MIXTURE, wide_router=True)),
     "dots1": replace(MIXTURE, pattern=_after_layers),
     "granitemoe_swa": replace(MIXTURE, pattern=every(4, first=True)),
     "mellum": replace(MIXTURE, qk_norm=True, pattern=_all(FULL)),
     "laguna": replace(MIXTURE, qk_norm=True, pattern=_all(FULL), layers={FULL: (softmax(gate="head"),),
                       WINDOW: (softmax("window", gate="head"),)}, understood=("gating", "swa_attention_sink_enabled")),
-    "afmoe": replace(MIXTURE, qk_norm=True, norms=4, pattern=every(4, "global_attn_every_n_layers"),
+    "afmoe": replace(MIXTURE, qk_norm=True, wide_router=True, norms=4, pattern=every(4, "global_attn_every_n_layers"),
                      layers={FULL: (softmax(gate="element"),), WINDOW: (softmax("window", gate="element"),)}),
     "cohere2_moe": replace(MIXTURE, tied=True, pattern=every(4, "sliding_window_pattern"),
                            understood=("prefix_dense_sliding_window_pattern", "shared_expert_combination_strategy")),
@@ -434,7 +436,8 @@ FAMILIES: Mapping[str, Family] = {
         note=f"{_STREAMS}; blocks of its KV cache are sized as for other models with states",
     )),
     **dict.fromkeys(("step3p5", "step3p7"), replace(
-        MIXTURE, qk_norm=True, pattern=_all(FULL), layers={FULL: (softmax(),), WINDOW: (_step_window,)},
+        MIXTURE, qk_norm=True, wide_router=True, pattern=_all(FULL),
+        layers={FULL: (softmax(),), WINDOW: (_step_window,)},
         understood=("moe_layers_enum", "moe_every_n_layer"))),
     "youtu": Family(layers=_LATENT, tied=True),
     "minicpm3": Family(layers=_LATENT, tied=True, understood=("dim_model_base", "scale_depth")),
@@ -443,7 +446,8 @@ FAMILIES: Mapping[str, Family] = {
                            shared_width=("intermediate_size",),
                            understood=("attention_chunk_size", "use_qk_norm", "for_llm_compressor")),
     **dict.fromkeys(("mimo_v2_flash", "mimo_v2"), Family(
-        experts=True, pattern=_mimo, understood=("attention_chunk_size", "hybrid_block_size", "sliding_window_size"),
+        experts=True, wide_router=True, pattern=_mimo,
+        understood=("attention_chunk_size", "hybrid_block_size", "sliding_window_size"),
         layers={FULL: (softmax(),), WINDOW: (_mimo_window,)},
     )),
     **dict.fromkeys(("minimax_m3", "minimax_m3_text", "minimax_m3_vl_text"), MINIMAX_M3),
@@ -452,7 +456,8 @@ FAMILIES: Mapping[str, Family] = {
         pattern=_flags("attn_type_list", FULL, LINEAR), understood=("shared_moe_mode", "rotary_dim"),
     )),
     **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), BAILING),
-    **dict.fromkeys(("sarvam_moe", "param2moe"), replace(BAILING, defaults=_ONE_SHARED)),
+    "sarvam_moe": replace(BAILING, defaults=_ONE_SHARED),
+    "param2moe": replace(BAILING, defaults=_ONE_SHARED, wide_router=True),
     "sarvam_mla": replace(DEEPSEEK, defaults=_ONE_SHARED),
     **dict.fromkeys(("bailing_moe_linear", "bailing_moe_v2_5"), replace(
         BAILING, layers={FULL: (softmax(),), LINEAR: (lightning,)}, pattern=_groups)),

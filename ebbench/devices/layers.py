@@ -9,11 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ebbench.config.declare import DEFAULT_VLLM
 from ebbench.devices import library
 from ebbench.devices.base import BANDWIDTH_SHARE, COMPUTE_SHARE, SINGLE, Parallel
 from ebbench.devices.geometry import WEIGHT_BITS, Mixer, ModelGeometry, Product
 from ebbench.devices.library import select, table_source
 from ebbench.devices.profiles import DeviceProfile, Link, find_model
+from ebbench.devices.routers import router_s
 from ebbench.devices.surfaces import Array, increasing, lower_envelope, without_spikes
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.records.warnings import RunWarning, warning
@@ -314,12 +316,13 @@ def step_arrays(
     *,
     eager: bool = False,
     whole: frozenset[str] = frozenset(),
+    vllm: str = DEFAULT_VLLM,
 ) -> StepArrays | None:
     """Everything except attention, for one GPU of ``shape``; None if the device has no tables of matrix products.
 
     Kernels are those of the slice on one GPU (:meth:`ModelGeometry.sliced`); sampling covers the whole vocabulary.
-    ``whole``: kinds of layers whose projections belong to their attention.
-    Raises UsageError for a weight type without tables on this device.
+    ``whole``: kinds of layers whose projections belong to their attention. ``vllm``: the version, by which routers
+    have kernels. Raises UsageError for a weight type without tables on this device.
     """
     part = model.sliced(shape.tp)
     tables = _all_products(profile, model)
@@ -337,7 +340,7 @@ def step_arrays(
         )
         warnings += unmeasured
     joined = _collectives(profile, model, shape, tokens, eager)
-    work = _Work(profile, part, products, tokens, whole)
+    work = _Work(profile, part, products, tokens, whole, vllm)
     dense = work.layers(experts if shape.dp == 1 else None) + 3 * KERNEL_S + joined.unit
     dense[0] = 0.0
     return StepArrays(
@@ -358,6 +361,7 @@ class _Work(NamedTuple):
     products: Mapping[str, Gemm]
     tokens: Array
     whole: frozenset[str] = frozenset()
+    vllm: str = DEFAULT_VLLM
 
     def layers(self, experts: Array | None) -> Array:
         """Time (s) of all layers, with the time of one layer's ``experts`` if given."""
@@ -371,14 +375,19 @@ class _Work(NamedTuple):
         dense = part.dense_intermediate if part.experts else part.intermediate
         total += (part.dense_layers if part.experts else part.mlp_layers) * self._mlp(dense)
         if part.experts:
-            router = Product(part.experts, part.hidden)  # in 16 bits, whatever the experts have
-            beside = self._mlp(part.shared_intermediate, activation=False) + self._products_s((router,), "bfloat16")
+            beside = self._mlp(part.shared_intermediate, activation=False) + self._router_s()
             if part.expert_hidden:
                 ways = Product(part.expert_hidden, part.hidden), Product(part.hidden, part.expert_hidden)
                 beside = beside + self._products_s(ways, part.weight_dtype)
             total += part.expert_layers * (beside if experts is None else beside + experts)
         norms = _small_kernel(self.profile, "layernorm", part.norms * part.hidden, self.tokens, part.norms)
         return total + part.layers * norms
+
+    def _router_s(self) -> Array:
+        """One router, in 16 or 32 bits whatever the experts have."""
+        part = self.part
+        in_16_bits = self._products_s((Product(part.experts, part.hidden),), "bfloat16")
+        return router_s(part, self.profile.name, self.vllm, self.tokens, in_16_bits)
 
     def _products_s(self, products: Sequence[Product], dtype: str) -> Array:
         total = np.zeros(MAX_TOKENS + 1)

@@ -176,7 +176,9 @@ def _slower_steps(
     request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: TableCost, on: Parallel
 ) -> dict[str, float]:
     """Steps that take longer with ``cost`` than with tables of ``model`` on GPUs of the shape ``on``, and how much."""
-    smaller = table_cost(profile, model, cost.host, shape=on, overlap=request.async_scheduling, eager=request.eager)
+    smaller = table_cost(
+        profile, model, cost.host, shape=on, overlap=request.async_scheduling, eager=request.eager, vllm=request.vllm
+    )
     assert smaller is not None  # the device has tables
     ratios = {what: cost.step_s(step) / smaller.cost.step_s(step) for what, step in _STEPS.items()}
     return {what: ratio for what, ratio in ratios.items() if ratio > SLOWER}
@@ -412,8 +414,9 @@ def _build(
     wanted = request.cost
     if wanted in ("auto", "table"):
         tables = table_cost(
-            profile, model, host, shape=request.parallel, overlap=request.async_scheduling, eager=request.eager
-        )
+            profile, model, host, shape=request.parallel, overlap=request.async_scheduling, eager=request.eager,
+            vllm=request.vllm,
+        )  # fmt: skip
         if tables is not None:
             return tables
         if wanted == "table":

@@ -28,6 +28,7 @@ from ebbench.devices.families import (
 )
 from ebbench.devices.geometry import Mixer, ModelGeometry
 from ebbench.devices.mixer_rules import SHARES_CACHE, ConfigValues, head_dim_of, heads_of, shortened
+from ebbench.devices.routers import FLOAT32
 from ebbench.errors import InputFileError
 from ebbench.foreign.documents import read_object
 
@@ -414,6 +415,7 @@ def _base(
         tied_embeddings=bool(raw.get("tie_word_embeddings", raw.get("tie_embedding", family.tied))),
         qk_norm=family.qk_norm,
         joint_norms=family.joint_norms,
+        router_dtype=FLOAT32 if family.wide_router or raw.get("router_dtype") == "fp32" else "bfloat16",
         norms=family.norms,
         mlp_matrices=family.mlp_matrices,
         sliding_window=windows[0].window if windows else 0,

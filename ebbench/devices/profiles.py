@@ -123,6 +123,8 @@ def find_model(name: str) -> ModelGeometry:
 def bundled_model(model: ModelGeometry) -> ModelGeometry | None:
     """The bundled model of the same short or Hugging Face name; None if there is none."""
     names = {model.name.lower(), model.hf_id.lower()}
+    if model.name in _models():
+        return _models()[model.name]
     return next(
         (candidate for candidate in _models().values() if names & {candidate.name, candidate.hf_id.lower()}), None
     )
@@ -275,7 +277,10 @@ def has_other_shape(model: ModelGeometry) -> bool:
 
 def _comparable(model: ModelGeometry) -> ModelGeometry:
     """The model without what a server may choose, or what no step time depends on."""
-    return replace(_content(model), weight_dtype="bfloat16", attention_dtype="", expert_dtype="", kv_dtype="bfloat16")
+    return replace(
+        _content(model), weight_dtype="bfloat16", attention_dtype="", expert_dtype="", router_dtype="bfloat16",
+        kv_dtype="bfloat16",
+    )  # fmt: skip
 
 
 def _content(model: ModelGeometry) -> ModelGeometry:

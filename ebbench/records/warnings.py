@@ -38,8 +38,10 @@ SEEN: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "older-vllm-short-prompts": {"throughput": (0.0, 2.8), "TPOT": (-0.98, 2.8)},
     "older-vllm-experts": {"TPOT": (-0.27, 0.1)},
     "experts-few-sequences": {"TPOT": (-0.19, 0.0)},
+    "experts-in-blocks": {"TPOT": (0.0, 0.26)},
     "experts-first-tokens": {"TTFT": (-0.6, 0.0)},
     "first-tokens-without-graphs": {"TTFT": (-0.6, -0.06)},
+    "fused-all-reduce": {"TPOT": (0.0, 0.19)},
     "front-end-decides": {"TTFT": (-0.62, 0.15)},
     "near-capacity": {"TTFT": (-0.7, 31.0), "TPOT": (-0.35, 0.0)},
 }

@@ -50,16 +50,18 @@ class Work:
         return self.done, self.total
 
     def describe(self) -> str:
-        """``table 3: 12 of 40 runs, 20 s so far, 47 s to go``."""
+        """``table 3: 12 of 40 runs, 47 s to go, 20 s so far``."""
         elapsed_s = time.monotonic() - self.began_s
         most = "at most " if self.at_most else ""
         before = f" ({count(self.kept)} from before)" if self.kept else ""
-        parts = [f"{count(self.done)} of {most}{count(self.total)} {self.unit}{before}"] if self.total else []
-        parts += [self.doing] if self.doing else []
-        parts.append(f"{in_words(elapsed_s)} so far")
         left_s = time_left_s(elapsed_s, self.done - self.kept, self.total - self.kept)
-        parts += [] if left_s is None else [f"{most}{in_words(left_s)} to go"]
-        return f"{self.label}: {', '.join(parts)}"
+        parts = [
+            f"{count(self.done)} of {most}{count(self.total)} {self.unit}{before}" if self.total else "",
+            "" if left_s is None else f"{most}{in_words(left_s)} to go",  # in front: a narrow terminal cuts the end
+            self.doing,
+            f"{in_words(elapsed_s)} so far",
+        ]
+        return f"{self.label}: {', '.join(filter(None, parts))}"
 
 
 def time_left_s(elapsed_s: float, done: float, total: float) -> float | None:
@@ -152,6 +154,7 @@ def say(console: Console, line: str) -> None:
 def _bars(console: Console, work: Work | Snapshots, *, transient: bool) -> Iterator[None]:
     """A bar and a text, computed at every refresh so that the time advances between completions."""
     from rich import progress
+    from rich.table import Column
     from rich.text import Text
 
     class Bar(progress.BarColumn):
@@ -165,7 +168,9 @@ def _bars(console: Console, work: Work | Snapshots, *, transient: bool) -> Itera
             return Text(work.describe())
 
     shown_bar = Bar(bar_width=16)
-    bars = progress.Progress(shown_bar, Described(), console=console, transient=transient, refresh_per_second=8)
+    # A narrow terminal cuts the end of the text, which matters least, instead of breaking the line.
+    text = Described(Column(no_wrap=True, overflow="ellipsis"))
+    bars = progress.Progress(shown_bar, text, console=console, transient=transient, refresh_per_second=8)
     bars.add_task("", total=None)
     with _showing(), bars:
         yield
@@ -216,24 +221,24 @@ class Snapshots:
         elapsed_s = time.monotonic() - self.began_s
         if self.last is None:
             return f"{self.label}: {in_words(elapsed_s)} so far"
-        line = f"{self.label}: {describe(self.last)}"
         done = self.last.completed + sum(self.last.failures.values())
         left_s = None if self.last.waiting_for or not self.known else time_left_s(elapsed_s, done, self.last.planned)
-        return line if left_s is None else f"{line}  {in_words(left_s)} to go"
+        return f"{self.label}: {describe(self.last, left_s)}"
 
     def counts(self) -> tuple[int, int]:
         """Completed and planned requests."""
         return (0, self.planned) if self.last is None else (self.last.completed, self.last.planned)
 
 
-def describe(progress: Progress) -> str:
-    """A snapshot in words: ``1,204/4,000  9,512 tok/s  exclusive  at 31.2 s``."""
+def describe(progress: Progress, left_s: float | None = None) -> str:
+    """A snapshot in words: ``1,204/4,000  72 s to go  9,512 tok/s  exclusive  at 31.2 s``."""
     if progress.waiting_for:
         return f"waiting for {progress.waiting_for} ({progress.time_s:.0f} s)"
     without_tokens = progress.completed and not progress.output_tokens  # embeddings and the like
     done, unit = (progress.completed, "req/s") if without_tokens else (progress.output_tokens, "tok/s")
     parts = [
         f"{count(progress.completed)}/{count(progress.planned)}",
+        "" if left_s is None else f"{in_words(left_s)} to go",
         f"{rate(done / progress.time_s if progress.time_s > 0 else None)} {unit}",
         MODES.get(progress.mode, progress.mode),
         f"at {duration_ms(1000 * progress.time_s)}",

@@ -138,15 +138,19 @@ def shown_by_servers(device: Device, batches: Batches) -> list[RunWarning]:
     mixture, several = model.experts > 0, request.parallel.gpus >= FROM_GPUS
     first_tokens = profile.front_end and 0 < batches.ttft_ms < FIRST_TOKENS_MS
     spent, decodes = batches.steps.get("decode", (0.0, None))
-    few = decodes is not None and spent > 0.5 and decodes.decode_seqs <= FEW_SEQUENCES
+    seqs = 0 if decodes is None or spent <= 0.5 else decodes.decode_seqs
+    low, high = _JUMP_BYTES.get(request.parallel.tp, (0, 0)) if profile.name in _BLACKWELL else (0, 0)
+    blocks = mixture and model.dtype_of_experts == "fp8_block" and profile.name in _BLOCKS_ON
     queued = batches.ttft_ms >= FIRST_TOKENS_MS and profile.name in _QUEUED_ON and older_than(request, QUEUED_SINCE)
     seen = {
         "older-vllm-queue": queued,
         "older-vllm-short-prompts": queued and batches.prompt_tokens < SHORT_PROMPT,
         "older-vllm-experts": mixture and profile.name in _BLACKWELL and older_than(request, TABLES_SINCE),
         "experts-first-tokens": mixture and first_tokens,
-        "experts-few-sequences": mixture and several and few and profile.front_end,
+        "experts-few-sequences": mixture and several and 0 < seqs <= FEW_SEQUENCES and profile.front_end,
+        "experts-in-blocks": blocks and seqs >= FROM_SEQUENCES,
         "first-tokens-without-graphs": not mixture and first_tokens and profile.name in _BLACKWELL,
+        "fused-all-reduce": not mixture and low < seqs * model.hidden * model.dtype_bytes <= high,
     }
     named = {"gpus": request.parallel.tp, "device": profile.name}
     return [warning(code, **named) for code, holds in seen.items() if holds]
@@ -156,6 +160,10 @@ _BLACKWELL, FROM_GPUS = ("b200", "b300"), 4
 """Where servers of dense models took longer for prompts than their kernels do (InferenceX, Llama-3.3-70B, 0.10.2: B200,
 whose recipe captured CUDA graphs of decodes only); and from how many GPUs on steps of mixtures took longer with few
 sequences."""
+_JUMP_BYTES = {4: (256 * 1024, 512 * 1024), 8: (128 * 1024, 512 * 1024)}
+"""By the number of B200: bytes above and up to which vLLM's own all-reduce takes two to three times as long."""
+_BLOCKS_ON, FROM_SEQUENCES = ("h200",), 12
+"""Where, and from how many sequences in a step on, mixtures in FP8 blocks came out too slow (InferenceX, MiniMax)."""
 _QUEUED_ON, QUEUED_SINCE = ("h100", "a100"), (0, 12)
 """Where, and up to which version, servers with a queue were slower than their steps (GPUStack)."""
 SHORT_PROMPT = 256

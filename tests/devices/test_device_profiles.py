@@ -181,20 +181,16 @@ def test_a_device_file_with_a_bundled_name_says_its_unused_numbers(
     assert all(said in one for one in found)
 
 
-@pytest.mark.parametrize(
-    ("device", "options", "decodes", "prompts"),
-    [("h200", {}, True, True), ("h200", {"eager": True}, False, True), ("b200", {}, True, True)],
-)
-def test_steps_of_prompts_that_are_slower_than_16_bits_are_named_too(
-    device: str, options: dict[str, bool], decodes: bool, prompts: bool
-) -> None:
-    """In eager mode the launches take longer than either decode step of this small model."""
+@pytest.mark.parametrize(("device", "options"), [("h200", {}), ("h200", {"eager": True}), ("b200", {})])
+def test_steps_of_prompts_that_are_slower_than_16_bits_are_named_too(device: str, options: dict[str, bool]) -> None:
+    """In eager mode the host decides the decodes of this small model, and quantised activations are launches more."""
     (said,) = (
         warning
         for warning in map(str, load_device(device, "gemma-3-1b-it", quantization="fp8", **options).warnings)  # type: ignore[arg-type]
         if "16 bits" in warning
     )
-    assert ("256 decodes" in said, "2,048 prompt tokens" in said) == (decodes, prompts)
+    assert "256 decodes" in said
+    assert "2,048 prompt tokens" in said
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_a_chunk_of_one_token_takes_as_long_as_a_decode(device: str, before: int
 
 def test_every_layer_with_experts_pays_for_its_router() -> None:
     """A product in 16 bits of the hidden size and the number of experts, whatever the experts' type."""
-    profile, model = find_profile("h200"), find_model("minimax-m2.5")
+    profile, model = find_profile("h200"), replace(find_model("minimax-m2.5"), router_dtype="bfloat16")
     idle = replace(model, experts=0, dense_intermediate=0, intermediate=0)  # the layers without their MLPs
     with_experts, without = (step_arrays(profile, each) for each in (model, idle))
     (points, times), _, _ = expert_times(profile, model, Parallel())

@@ -101,7 +101,8 @@ def test_experts_scaled_from_the_nearest_shape_are_near_their_own(device: str, d
         ("h200", "llama-3.1-70b", "tp=1, 922 in, 922 out, c=32", 0.05),
         ("h100", "llama-3.1-70b", "tp=4, 922 in, 922 out, c=16", 0.08),
         ("h200", "gpt-oss-120b", "tp=2, 922 in, 922 out, c=16", 0.12),
-        ("b200", "minimax-m2.5", "tp=4, 922 in, 922 out, c=32", 0.12),
+        ("b200", "minimax-m2.5-tf32", "tp=4, 922 in, 922 out, c=32", 0.12),
+        ("b200", "minimax-m2.5", "tp=2,ep=2, 922 in, 7373 out, c=16", 0.07),
         ("h100", "llama-3.1-8b", "tp=1, 203 in, 64 out, 61.79/s", 0.10),
     ],
 )
@@ -126,7 +127,8 @@ def test_runs_on_rtx_pro_6000_stay_as_near_as_they_were(model: str) -> None:
     [
         ("h200", "llama-3.1-70b", "tp=4, 922 in, 922 out, c=16", 0.05),
         ("b200", "gpt-oss-120b", "tp=1, 922 in, 922 out, c=16", 0.20),
-        ("b200", "minimax-m2.5", "tp=4, 922 in, 922 out, c=32", 0.10),
+        ("b200", "minimax-m2.5-tf32", "tp=4, 922 in, 922 out, c=32", 0.10),
+        ("h200", "minimax-m2.5", "tp=8,ep=8, 7373 in, 922 out, c=8", 0.05),
         ("h100", "llama-3.1-8b", "tp=1, 203 in, 64 out, 61.79/s", 0.25),
     ],
 )
@@ -148,10 +150,12 @@ def test_gpt_oss_on_blackwell_says_its_activations(device: str, said: bool) -> N
     assert any("activations in MXFP8" in text for text in warnings) is said
 
 
-def caveats_of(device: str, model: str, version: str, open_requests: int, tp: int = 1, prompt: int = 512) -> set[str]:
+def caveats_of(
+    device: str, model: str, version: str, open_requests: int, tp: int = 1, prompt: int = 512, seqs: int = 8
+) -> set[str]:
     """Codes of the caveats of a closed loop's run."""
     run = simulated(
-        "balanced", "v1", device, model, 8, 8192, topology=parse_topology(f"tp={tp}"),
+        "balanced", "v1", device, model, seqs, 8192, topology=parse_topology(f"tp={tp}"),
         num_prompts=2 * open_requests, max_concurrency=open_requests, input_len=prompt, output_len=64,
         length_distribution="fixed",
     ).changed(vllm_version=version, front_end_ms=None)  # fmt: skip
@@ -198,6 +202,21 @@ def test_a_closed_loop_that_fills_the_kv_cache_is_near_capacity(blocks: int, sai
 @pytest.mark.parametrize(("tp", "said"), [(1, False), (4, True)])
 def test_few_sequences_of_a_mixture_matter_on_four_gpus(tp: int, said: bool) -> None:
     assert ("experts-few-sequences" in caveats_of("h200", "gpt-oss-120b", "0.22", 2, tp)) is said
+
+
+@pytest.mark.parametrize(("tp", "open_requests", "said"), [(8, 16, True), (8, 4, False), (4, 16, False), (4, 32, True)])
+def test_a_jump_of_the_measured_all_reduce_is_said(tp: int, open_requests: int, said: bool) -> None:
+    """Of 128 KB and more among eight B200, of 256 and more among four; 16 KB per sequence."""
+    assert ("fused-all-reduce" in caveats_of("b200", "llama-3.1-70b", "0.22", open_requests, tp, seqs=64)) is said
+
+
+@pytest.mark.parametrize(
+    ("device", "open_requests", "said"), [("h200", 32, True), ("h200", 4, False), ("b200", 32, False)]
+)
+def test_experts_in_blocks_are_said_to_be_too_slow_with_many_sequences(
+    device: str, open_requests: int, said: bool
+) -> None:
+    assert ("experts-in-blocks" in caveats_of(device, "minimax-m2.5", "0.22", open_requests, 4, seqs=64)) is said
 
 
 def test_experts_of_older_versions_are_said_on_blackwell() -> None:
