@@ -53,8 +53,9 @@ def page(facts: DeviceFacts) -> Iterator[RenderableType]:
     gpus = f"{facts.parallel.gpus} x " if not facts.parallel.single else ""
     yield Text(f"{gpus}{facts.profile.gpu} holding {model.hf_id}", style="bold")
     of_each = " of each" if gpus else ""
-    layout, counted = device.kv_layout, f", as vLLM counts ({facts.kv_blocks:,} blocks)"
-    of_which = f" in sequences of {layout.longest:,}{counted}" if layout is not None else ""
+    of_which = ""
+    if device.kv_layout is not None:
+        of_which = f" in sequences of {device.kv_layout.longest:,}, as vLLM counts ({facts.kv_blocks:,} blocks)"
     yield (
         f"vLLM {facts.request.vllm} with {facts.request.memory_share:.0%} of "
         f"{facts.profile.memory_bytes / 1e9:.1f} GB{of_each}: weights {facts.gpu_weight_bytes / 1e9:.1f} GB, "
