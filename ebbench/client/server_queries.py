@@ -25,9 +25,9 @@ from ebbench.client.request_sender import BODY_BYTES, ConnectionPool, errors_of_
 from ebbench.client.stream_messages import parse_document
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
-from ebbench.network.connections import IdleTimeoutError, RequestHead, TransportError, tls_context
+from ebbench.network.connections import IDLE_LIMIT_S, IdleTimeoutError, RequestHead, TransportError, tls_context
 from ebbench.network.credentials import KEY_VARIABLES, api_key, redacted
-from ebbench.network.questions import Answer, AnswerTooLargeError, ask, decoded, one_off_limits
+from ebbench.network.questions import Answer, AnswerTooLargeError, ask, decoded
 from ebbench.process.termination import signals_here, stoppable_from
 from ebbench.records.schema import SERVER_METRICS
 from ebbench.records.warnings import RunWarning, health_in_words, warning
@@ -129,11 +129,6 @@ class _Page:
         self.first_on_connection, self.body = True, bytearray()
         self._limit_bytes = limit_bytes
 
-    @property
-    def too_large(self) -> bool:
-        """Whether more came than was asked for."""
-        return len(self.body) > self._limit_bytes
-
     def sent(self, now_ns: int) -> None:
         """See AnswerReceiver."""
 
@@ -147,7 +142,7 @@ class _Page:
     def feed(self, data: bytes, now_ns: int) -> None:
         """Keep bytes of the body; end the exchange at the limit, by an exception in the parser."""
         self.body += data
-        if self.too_large:
+        if len(self.body) > self._limit_bytes:
             raise AnswerTooLargeError
 
 
@@ -173,7 +168,7 @@ class _Direct:
         except TimeoutError:
             raise IdleTimeoutError(f"no complete answer within {timeout_s:.3g} s") from None
         except TransportError:
-            if not page.too_large:
+            if not (len(page.body) > page._limit_bytes):
                 raise
             rest = b""
         finally:
@@ -182,7 +177,7 @@ class _Direct:
         if limit_bytes is None:
             return Answer(exchange.status, headers, b"")
         coding = headers.get("content-encoding", "identity")
-        if page.too_large or (len(rest) >= BODY_BYTES and coding != "identity"):
+        if (len(page.body) > page._limit_bytes) or (len(rest) >= BODY_BYTES and coding != "identity"):
             raise AnswerTooLargeError(f"larger than {limit_bytes:,} bytes")
         return Answer(exchange.status, headers, decoded(bytes(page.body) or rest, coding, limit_bytes))
 
@@ -196,8 +191,10 @@ class _Httpx:
     def __init__(self, headers: Mapping[str, str], tls: ssl.SSLContext | None) -> None:
         import httpx
 
+        # No idle connection is kept: it would occupy a thread of a server that has few of them.
+        limits = httpx.Limits(max_keepalive_connections=0, keepalive_expiry=IDLE_LIMIT_S)
         self._client = httpx.AsyncClient(
-            headers=headers, timeout=_ASK_TIMEOUT_S, limits=one_off_limits(), verify=False if tls is None else tls
+            headers=headers, timeout=_ASK_TIMEOUT_S, limits=limits, verify=False if tls is None else tls
         )
 
     async def ask(self, method: str, url: str, timeout_s: float, limit_bytes: int | None, json: bytes | None) -> Answer:
@@ -408,7 +405,14 @@ class ServerQueries:
         try:
             model = self._options.model or next(iter(_models_in(await self._models(_ASK_TIMEOUT_S))))
             target = self._server.target(self._options.endpoint, model)
-            answer = await self._ask("POST", target, None, body=_smallest_body(model, self._options))
+            least = replace(
+                self._options, temperature=None, ignore_eos=False, extra_body={"stream": None, "stream_options": None},
+                max_tokens_field="max_tokens" if self._options.endpoint == "chat" else None,
+            )  # fmt: skip
+            turn = Turn(
+                row=0, request_id="", turn=0, input_tokens=1, output_tokens=1, content=0, hash_ids=None, prompt="a"
+            )
+            answer = await self._ask("POST", target, None, body=RequestBodies(model, least).build(turn))
         except (TransportError, _NoModelsError):
             return False
         return answer.status == 200
@@ -427,16 +431,6 @@ class ServerQueries:
 
     def _redacted(self, text: str) -> str:
         return redacted(text, self._secrets)
-
-
-def _smallest_body(model: str, options: ClientOptions) -> bytes:
-    """A request for one token without a stream, with no field that a server may not know."""
-    least = replace(
-        options, temperature=None, ignore_eos=False, extra_body={"stream": None, "stream_options": None},
-        max_tokens_field="max_tokens" if options.endpoint == "chat" else None,
-    )  # fmt: skip
-    turn = Turn(row=0, request_id="", turn=0, input_tokens=1, output_tokens=1, content=0, hash_ids=None, prompt="a")
-    return RequestBodies(model, least).build(turn)
 
 
 class _NoModelsError(Exception):

@@ -120,7 +120,8 @@ def test_a_number_of_thousands_of_digits_is_refused(tmp_path: Path, read: Read, 
 @pytest.mark.parametrize("read", READERS)
 def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path: Path, read: Read) -> None:
     path = tmp_path / "latin"
-    path.write_bytes('{"a":\n "\xe9"}'.encode("latin1"))
+    text = '{"a":\n "\xe9"}'  # for a data set in an array: its lines are read one by one
+    path.write_bytes((f"[{text}]" if read is a_data_set else text).encode("latin1"))
     with pytest.raises(InputFileError, match=r"UTF-8") as caught:
         read(path)
     assert caught.value.line == 2
