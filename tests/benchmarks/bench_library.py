@@ -19,6 +19,7 @@ from ebbench.devices import costs, layers
 from ebbench.papers.fidelity.case import Case
 from ebbench.papers.fidelity.cases import all_cases
 from ebbench.papers.fidelity.runs import run_cases
+from ebbench.runs import prepare
 
 GROUPS = ("silicon", "servers", "table 3", "table 13")
 Errors = dict[tuple[str, str, str], list[float]]
@@ -58,7 +59,7 @@ def errors(cases: Iterable[Case]) -> Errors:
 
 def from_library() -> Any:
     """Devices are loaded without the packaged tables of products, attention, experts and collectives."""
-    nothing = pa.table({"bytes": [], "time_us": []})
+    nothing = pa.table({"bytes": [], "tokens": [], "time_us": []})
     replaced = patch.multiple(
         layers, _gemm_tables=_none, _gemm_from_layers=_none, _measured=_none, shapes_measured=lambda *_: []
     )
@@ -74,6 +75,7 @@ class _All:
         self.patches = patches
 
     def __enter__(self) -> None:
+        prepare._loaded.clear()  # devices made of the packaged tables
         for one in self.patches:
             one.start()
 
