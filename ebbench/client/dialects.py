@@ -345,7 +345,6 @@ def _inner(value: Any) -> Mapping[str, Any]:
 
 
 def _answer_part(text: Any = None, thinking: Any = None, called: Any = None, **more: Any) -> Translated:
-    """A message with a part of the answer."""
     delta = Delta(content=text_or_none(text), reasoning=text_or_none(thinking), tool_calls=called)
     return Translated([ChatChoice(delta)], **more)
 

@@ -124,7 +124,7 @@ def hit_rate(requests: pa.Table, server_metrics: pa.Table) -> tuple[float | None
     prompt_tokens = pc.sum(done.column("input_tokens")).as_py()
     if prompt_tokens:
         return float(pc.sum(done.column("cached_tokens")).as_py()) / prompt_tokens, "usage"
-    queries, hits = _growth(server_metrics, _QUERIES), _growth(server_metrics, _HITS)
+    queries, hits = sum(_growths(server_metrics, _QUERIES).values()), sum(_growths(server_metrics, _HITS).values())
     # A server that restarted counts from zero again, so its counters may fall.
     return (hits / queries, "metrics") if queries > 0 and 0 <= hits <= queries else (None, "")
 
@@ -174,11 +174,6 @@ def _counted_drafts(server_metrics: pa.Table) -> dict[str, Any]:
     if steps <= 0 or not counts or min(counts) < 0:  # a server that restarted counts from zero again
         return {}
     return {"steps": int(steps), "drafted": [int(drafted)], "accepted": [int(count) for count in counts]}
-
-
-def _growth(metrics: pa.Table, name: re.Pattern[str]) -> float:
-    """Growth of the counters of this name from first to last sample, summed over all labels."""
-    return sum(_growths(metrics, name).values())
 
 
 def _growths(metrics: pa.Table, name: re.Pattern[str]) -> dict[str, float]:

@@ -340,7 +340,14 @@ class RequestSender:
         if options.transport == "direct":
             self._pool = ConnectionPool(head, tls, options.connect_timeout_s, options.connections)
         else:
-            self._client = _httpx_client(options, tls, environ)
+            import httpx
+
+            self._client = httpx.AsyncClient(
+                verify=tls if tls is not None else False,
+                headers=_headers(options, environ),
+                timeout=httpx.Timeout(None, connect=options.connect_timeout_s),
+                limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_LIMIT_S),
+            )
         self._requests: set[_OpenRequest] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -473,17 +480,6 @@ class RequestSender:
                     request.end(kind, f"nothing received for {self._options.idle_timeout_s:g} s")
 
 
-def _httpx_client(options: ClientOptions, tls: ssl.SSLContext | None, environ: Mapping[str, str]) -> httpx.AsyncClient:
-    import httpx
-
-    return httpx.AsyncClient(
-        verify=tls if tls is not None else False,
-        headers=_headers(options, environ),
-        timeout=httpx.Timeout(None, connect=options.connect_timeout_s),
-        limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_LIMIT_S),
-    )
-
-
 @contextlib.contextmanager
 def errors_of_httpx() -> Iterator[None]:
     """Inside, an error of httpx becomes a TransportError."""
@@ -506,7 +502,6 @@ def errors_of_httpx() -> Iterator[None]:
 
 
 async def _bounded_body(response: httpx.Response) -> bytes:
-    """What is kept of a body that is no answer."""
     body = bytearray()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(BODY_S):

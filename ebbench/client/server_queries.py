@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import ssl
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -23,9 +25,9 @@ from ebbench.client.request_sender import BODY_BYTES, ConnectionPool, errors_of_
 from ebbench.client.stream_messages import parse_document
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
-from ebbench.network.connections import IdleTimeoutError, RequestHead, TransportError, tls_context
+from ebbench.network.connections import IDLE_LIMIT_S, IdleTimeoutError, RequestHead, TransportError, tls_context
 from ebbench.network.credentials import KEY_VARIABLES, api_key, redacted
-from ebbench.network.questions import Answer, AnswerTooLargeError, ask, decoded, one_off_limits
+from ebbench.network.questions import Answer, AnswerTooLargeError, ask, decoded
 from ebbench.process.termination import signals_here, stoppable_from
 from ebbench.records.schema import SERVER_METRICS
 from ebbench.records.warnings import RunWarning, health_in_words, warning
@@ -127,11 +129,6 @@ class _Page:
         self.first_on_connection, self.body = True, bytearray()
         self._limit_bytes = limit_bytes
 
-    @property
-    def too_large(self) -> bool:
-        """Whether more came than was asked for."""
-        return len(self.body) > self._limit_bytes
-
     def sent(self, now_ns: int) -> None:
         """See AnswerReceiver."""
 
@@ -145,7 +142,7 @@ class _Page:
     def feed(self, data: bytes, now_ns: int) -> None:
         """Keep bytes of the body; end the exchange at the limit, by an exception in the parser."""
         self.body += data
-        if self.too_large:
+        if len(self.body) > self._limit_bytes:
             raise AnswerTooLargeError
 
 
@@ -171,7 +168,7 @@ class _Direct:
         except TimeoutError:
             raise IdleTimeoutError(f"no complete answer within {timeout_s:.3g} s") from None
         except TransportError:
-            if not page.too_large:
+            if not (len(page.body) > page._limit_bytes):
                 raise
             rest = b""
         finally:
@@ -180,7 +177,7 @@ class _Direct:
         if limit_bytes is None:
             return Answer(exchange.status, headers, b"")
         coding = headers.get("content-encoding", "identity")
-        if page.too_large or (len(rest) >= BODY_BYTES and coding != "identity"):
+        if (len(page.body) > page._limit_bytes) or (len(rest) >= BODY_BYTES and coding != "identity"):
             raise AnswerTooLargeError(f"larger than {limit_bytes:,} bytes")
         return Answer(exchange.status, headers, decoded(bytes(page.body) or rest, coding, limit_bytes))
 
@@ -194,8 +191,10 @@ class _Httpx:
     def __init__(self, headers: Mapping[str, str], tls: ssl.SSLContext | None) -> None:
         import httpx
 
+        # No idle connection is kept: it would occupy a thread of a server that has few of them.
+        limits = httpx.Limits(max_keepalive_connections=0, keepalive_expiry=IDLE_LIMIT_S)
         self._client = httpx.AsyncClient(
-            headers=headers, timeout=_ASK_TIMEOUT_S, limits=one_off_limits(), verify=False if tls is None else tls
+            headers=headers, timeout=_ASK_TIMEOUT_S, limits=limits, verify=False if tls is None else tls
         )
 
     async def ask(self, method: str, url: str, timeout_s: float, limit_bytes: int | None, json: bytes | None) -> Answer:
@@ -406,7 +405,14 @@ class ServerQueries:
         try:
             model = self._options.model or next(iter(_models_in(await self._models(_ASK_TIMEOUT_S))))
             target = self._server.target(self._options.endpoint, model)
-            answer = await self._ask("POST", target, None, body=_smallest_body(model, self._options))
+            least = replace(
+                self._options, temperature=None, ignore_eos=False, extra_body={"stream": None, "stream_options": None},
+                max_tokens_field="max_tokens" if self._options.endpoint == "chat" else None,
+            )  # fmt: skip
+            turn = Turn(
+                row=0, request_id="", turn=0, input_tokens=1, output_tokens=1, content=0, hash_ids=None, prompt="a"
+            )
+            answer = await self._ask("POST", target, None, body=RequestBodies(model, least).build(turn))
         except (TransportError, _NoModelsError):
             return False
         return answer.status == 200
@@ -425,16 +431,6 @@ class ServerQueries:
 
     def _redacted(self, text: str) -> str:
         return redacted(text, self._secrets)
-
-
-def _smallest_body(model: str, options: ClientOptions) -> bytes:
-    """A request for one token without a stream, with no field that a server may not know."""
-    least = replace(
-        options, temperature=None, ignore_eos=False, extra_body={"stream": None, "stream_options": None},
-        max_tokens_field="max_tokens" if options.endpoint == "chat" else None,
-    )  # fmt: skip
-    turn = Turn(row=0, request_id="", turn=0, input_tokens=1, output_tokens=1, content=0, hash_ids=None, prompt="a")
-    return RequestBodies(model, least).build(turn)
 
 
 class _NoModelsError(Exception):
@@ -543,24 +539,41 @@ class Scraper:
         return pa.table(columns, schema=SERVER_METRICS)
 
 
+_SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\s*\{(.*)\}\s*|\s+)(\S+)(?:\s+-?\d+)?")
+_LABEL = re.compile(r'\s*([a-zA-Z_][a-zA-Z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*(?:,|$)')
+_ESCAPED = {"\\n": "\n", '\\"': '"', "\\\\": "\\"}
+
+
 def parse(text: str) -> dict[_Key, float]:
     """Finite samples of a Prometheus text page by name and labels, without ``_created`` timestamps.
 
-    NaN and infinity say that there is no value yet. A page that cannot be read has no samples.
+    NaN and infinity say that there is no value yet. A page that cannot be read has no samples. The parser of
+    prometheus_client takes six times as long, which competes with the workers every time a page is read, and 25 ms to
+    load, since it comes with a server.
     """
-    if not text:
-        return {}
-    from prometheus_client.parser import text_string_to_metric_families  # not before a server has such a page
+    samples: dict[_Key, float] = {}
+    for line in filter(None, map(str.strip, text.split("\n"))):
+        if line.startswith("#"):
+            continue
+        try:
+            name, labels, written = _SAMPLE.fullmatch(line).groups()  # type: ignore[union-attr]
+            value, key = finite_number(float(written)), (name, _labels(labels or ""))
+        except (AttributeError, ValueError):
+            return {}
+        if value is not None and not name.endswith("_created"):
+            samples[key] = value
+    return samples
 
-    try:
-        return {
-            (sample.name, msgspec.json.encode(sample.labels, order="sorted").decode()): value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if not sample.name.endswith("_created") and (value := finite_number(sample.value)) is not None
-        }
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):  # what the parser raises for odd pages
-        return {}
+
+@lru_cache(maxsize=4096)
+def _labels(written: str) -> str:
+    """Labels as sorted JSON. Raises ValueError for what are none."""
+    if _LABEL.sub("", written).strip():
+        raise ValueError(written)
+    values = {
+        name: re.sub(r"\\[n\"\\]", lambda found: _ESCAPED[found[0]], value) for name, value in _LABEL.findall(written)
+    }
+    return msgspec.json.encode(values, order="sorted").decode()
 
 
 # What a server says of its own settings in /metrics: vLLM its KV cache, vllm_eb its policy.

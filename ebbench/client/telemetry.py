@@ -22,8 +22,6 @@ from ebbench.records.schema import tokens_after_first_of
 from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.client import ClientOptions
 
-Sink = Callable[[pa.Table], None]
-"""Takes finished requests in the REQUESTS schema."""
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 _TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 _CONNECT_S, _FLUSH_MS = 5.0, 10_000
@@ -96,7 +94,14 @@ class RequestSpans:
         otlp = need("opentelemetry.exporter.otlp.proto.http.trace_exporter", "--otlp-endpoint", "otel")
         resources = need("opentelemetry.sdk.resources", "--otlp-endpoint", "otel")
         self._trace = need("opentelemetry.trace", "--otlp-endpoint", "otel")
-        _check_listening(endpoint)
+        parts = urlsplit(endpoint)
+        if parts.scheme not in ("http", "https") or parts.hostname is None:
+            raise UsageError(f"--otlp-endpoint {endpoint!r} is no URL; write http://HOST:4318")
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            socket.create_connection((parts.hostname, port), _CONNECT_S).close()
+        except OSError as error:
+            raise RunError(f"no OpenTelemetry collector at {endpoint}: {error}") from None
         url = endpoint if urlsplit(endpoint).path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
         self._provider = sdk.TracerProvider(
             resource=resources.Resource.create({"service.name": "ebbench"}), shutdown_on_exit=False
@@ -114,24 +119,21 @@ class RequestSpans:
         """Export finished requests; those that were never sent have no span."""
         for row in requests.drop_columns(["itl_ns"]).to_pylist():
             if row["sent_ns"] is not None:
-                self._export(row)
-
-    def _export(self, row: Mapping[str, Any]) -> None:
-        begin_ns = self.wall_start_ns
-        span = self._tracer.start_span(
-            f"{self._operation} {self._model}",
-            kind=self._trace.SpanKind.CLIENT,
-            start_time=begin_ns + row["intended_ns"],
-            attributes=self._attributes(row),
-        )
-        for name in ("sent", "first_token", "last_token"):
-            if row[f"{name}_ns"] is not None:
-                span.add_event(name, timestamp=begin_ns + row[f"{name}_ns"])
-        if row["status"] not in ("ok", "abandoned"):
-            span.set_status(self._trace.StatusCode.ERROR, row["error_class"] or row["status"])
-        end_ns = row["end_ns"] if row["end_ns"] is not None else row["sent_ns"]
-        span.end(end_time=begin_ns + end_ns)
-        self._made += 1
+                begin_ns = self.wall_start_ns
+                span = self._tracer.start_span(
+                    f"{self._operation} {self._model}",
+                    kind=self._trace.SpanKind.CLIENT,
+                    start_time=begin_ns + row["intended_ns"],
+                    attributes=self._attributes(row),
+                )
+                for name in ("sent", "first_token", "last_token"):
+                    if row[f"{name}_ns"] is not None:
+                        span.add_event(name, timestamp=begin_ns + row[f"{name}_ns"])
+                if row["status"] not in ("ok", "abandoned"):
+                    span.set_status(self._trace.StatusCode.ERROR, row["error_class"] or row["status"])
+                end_ns = row["end_ns"] if row["end_ns"] is not None else row["sent_ns"]
+                span.end(end_time=begin_ns + end_ns)
+                self._made += 1
 
     def _attributes(self, row: Mapping[str, Any]) -> dict[str, Any]:
         attributes = {
@@ -184,17 +186,18 @@ class _Counting:
 class Telemetry:
     """The parts that the options ask for. ``warnings``: known after the ``with`` block of :func:`telemetry`."""
 
-    def __init__(self) -> None:
-        self.sinks: list[Sink] = []
-        self.spans: RequestSpans | None = None
+    def __init__(self, spans: RequestSpans | None, page: LiveMetrics | None) -> None:
+        self._spans, self._page = spans, page
         self.warnings: tuple[RunWarning, ...] = ()
 
     def add(self, requests: pa.Table, start_ns: int) -> None:
         """Pass finished requests of a run that started at ``start_ns`` (monotonic) on."""
-        if self.spans is not None and not self.spans.wall_start_ns:
-            self.spans.wall_start_ns = time.time_ns() - time.monotonic_ns() + start_ns
-        for sink in self.sinks:
-            sink(requests)
+        if self._spans is not None:
+            if not self._spans.wall_start_ns:
+                self._spans.wall_start_ns = time.time_ns() - time.monotonic_ns() + start_ns
+            self._spans.add(requests)
+        if self._page is not None:
+            self._page.add(requests)
 
 
 @contextmanager
@@ -202,36 +205,21 @@ def telemetry(
     options: ClientOptions, model: str, planned: int, open_requests: Callable[[], int]
 ) -> Iterator[Telemetry]:
     """Open what the options ask for; close it at the end, also after an error."""
-    collected = Telemetry()
-    page: LiveMetrics | None = None
+    spans = page = None
     if options.otlp_endpoint is not None:
-        collected.spans = RequestSpans(options.otlp_endpoint, model, _operation(options), planned)
-        collected.sinks.append(collected.spans.add)
+        spans = RequestSpans(options.otlp_endpoint, model, _operation(options), planned)
     try:
         if options.metrics_port is not None:
             page = LiveMetrics(options.metrics_port, open_requests)
-            collected.sinks.append(page.add)
-        yield collected
+        yield (collected := Telemetry(spans, page))
     finally:
         if page is not None:
             page.close()
-        if collected.spans is not None:
-            collected.warnings = collected.spans.close()
+        told = () if spans is None else spans.close()
+    collected.warnings = told
 
 
 def _operation(options: ClientOptions) -> str:
     """The name that OpenTelemetry's GenAI conventions have for requests of an endpoint, else the endpoint's."""
     dialect = DIALECTS[options.endpoint]
     return options.endpoint if dialect.whole else "chat" if dialect.thinks else "text_completion"
-
-
-def _check_listening(endpoint: str) -> None:
-    """Raise UsageError for what is no URL, RunError if nothing accepts a connection there."""
-    parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or parts.hostname is None:
-        raise UsageError(f"--otlp-endpoint {endpoint!r} is no URL; write http://HOST:4318")
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    try:
-        socket.create_connection((parts.hostname, port), _CONNECT_S).close()
-    except OSError as error:
-        raise RunError(f"no OpenTelemetry collector at {endpoint}: {error}") from None

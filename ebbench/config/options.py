@@ -140,7 +140,8 @@ class OptionsOf:
         settings: dict[str, Any] = {}
         for declared in self.declared(kind):
             value = given.pop(declared.name)
-            if is_given(context, declared.name):
+            source = context.get_parameter_source(declared.name)
+            if source is not None and source.name != "DEFAULT":
                 settings |= _settings_of(declared, value)
         return settings if kind is dict or not isinstance(kind, type) else kind(**{**self.defaults, **settings})
 
@@ -158,12 +159,6 @@ def _settings_of(declared: Declared, value: Any) -> Mapping[str, Any]:
     elif isinstance(value, list) and get_origin(declared.kind) is tuple:
         value = tuple(value)
     return {declared.name: value}
-
-
-def is_given(context: typer.Context, name: str) -> bool:
-    """Whether a parameter is on the command line, not at its default."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -219,13 +214,12 @@ def refuse_unused(context: typer.Context, options: Iterable[str], reads: Collect
 
 def given_options(context: typer.Context, options: Iterable[str]) -> list[str]:
     """The ``options`` (parameter names) that are on the command line, as the user writes them."""
-    names = {param.name: _shown(param) for param in context.command.params}
+    names = {
+        param.name: str(param.opts[0] if param.param_type_name == "option" else param.name.upper())
+        for param in context.command.params
+    }
     sources = {option: context.get_parameter_source(option) for option in options}
     return [names[option] for option, source in sources.items() if source and source.name == "COMMANDLINE"]
-
-
-def _shown(param: Any) -> str:
-    return str(param.opts[0] if param.param_type_name == "option" else param.name.upper())
 
 
 # Options that several commands have.

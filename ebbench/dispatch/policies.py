@@ -44,8 +44,6 @@ WINDOW = Setting(
     default=True,
 )
 PASSES_AVERAGED = 100
-
-
 DESCRIPTIONS = {
     "round-robin": "one unit after the other",
     "least-outstanding": "the unit with the fewest open requests",

@@ -136,8 +136,6 @@ OF_THE_CALLER = {
     "forward_ms": Setting("forward time assumed before one is measured", unit="ms", at_least=0),
 }
 """Settings that replace the arguments of :func:`ebbench.dispatch.make_dispatcher`."""
-
-
 LEAST_PASSES = 8
 """A line fitted through fewer passes is not meaningful."""
 FIRST_GUESS, LEAST_SHARE, MOST_SHARE = 0.25, 0.02, 1.0
@@ -606,22 +604,17 @@ class StaggeredDispatcher(Dispatcher):
             self._mark_dispatched(instance, now_ns, busy)
             self._last_ns = now_ns
             self._turn = instance + 1
-            self._plan_early_dispatch(instance, now_ns)
+            if not self._builder.sizing or self._continuing.reaches_next_pass:
+                self._continuing.forget(instance)
+            elif instance in self._continuing:
+                self._sent_ahead.add(instance)
+                self._without_capacity.add(instance)
+            else:
+                self._allow_early_dispatch(instance, now_ns)
         return orders
 
     def _max_backlog_tokens(self, instance: int) -> int:
         return max(unit.backlog_tokens for unit in self.fleet.instances[instance])
-
-    def _plan_early_dispatch(self, instance: int, now_ns: int) -> None:
-        """Decide whether further requests may be sent before the next signal of the instance: to join the pass of the
-        batch sent now, or the pass that must follow it."""
-        if not self._builder.sizing or self._continuing.reaches_next_pass:
-            self._continuing.forget(instance)
-        elif instance in self._continuing:
-            self._sent_ahead.add(instance)
-            self._without_capacity.add(instance)
-        else:
-            self._allow_early_dispatch(instance, now_ns)
 
     def _allow_early_dispatch(self, instance: int, now_ns: int) -> None:
         """Allow the next batch to be sent before the pass that begins now ends: if a prompt takes several passes, or if

@@ -273,7 +273,16 @@ def _uses(plan: Plan, column: str) -> bool:
 
 def start_notes(device: Device, options: EngineOptions) -> tuple[RunWarning, ...]:
     """Warnings where vLLM would refuse to start with these options, though the plan's requests fit."""
-    return (*_beyond_positions(device, options), *_beyond_capacity(device, options))
+    notes = []
+    limit, given = _positions(device), options.max_model_len
+    if limit and not _default_limit(device, options) and given > limit:
+        notes.append(warning("beyond-positions", max_model_len=given, positions=limit, model=device.model))
+    if device.geometry is not None and options.num_kv_blocks is None:  # else the device is not the limit
+        capacity = longest_sequence(device, options)
+        if capacity < given:
+            named = {"model": device.model, "device": device.name, "capacity_tokens": capacity}
+            notes.append(warning("beyond-capacity", max_model_len=given, **named))
+    return tuple(notes)
 
 
 def rank_notes(policy: PolicySpec, ranks: int) -> tuple[RunWarning, ...]:
@@ -295,24 +304,6 @@ def _default_limit(device: Device, options: EngineOptions) -> int:
     return _positions(device) if options.max_model_len == EngineOptions.max_model_len else 0
 
 
-def _beyond_positions(device: Device, options: EngineOptions) -> tuple[RunWarning, ...]:
-    limit = _positions(device)
-    if not limit or _default_limit(device, options) or options.max_model_len <= limit:
-        return ()
-    return (warning("beyond-positions", max_model_len=options.max_model_len, positions=limit, model=device.model),)
-
-
-def _beyond_capacity(device: Device, options: EngineOptions) -> tuple[RunWarning, ...]:
-    """With a given number of blocks the device is not the limit."""
-    if device.geometry is None or options.num_kv_blocks is not None:
-        return ()
-    capacity = longest_sequence(device, options)
-    if capacity >= options.max_model_len:
-        return ()
-    named = {"model": device.model, "device": device.name, "capacity_tokens": capacity}
-    return (warning("beyond-capacity", max_model_len=options.max_model_len, **named),)
-
-
 def num_kv_blocks(device: Device, options: EngineOptions) -> int:
     """Number of KV blocks of an instance: as given, or from the device's capacity.
 
@@ -321,22 +312,21 @@ def num_kv_blocks(device: Device, options: EngineOptions) -> int:
     layout = device.kv_layout
     if options.num_kv_blocks:
         if layout is not None and device.profile is not None:
-            _check_pool(options.num_kv_blocks * layout.block_bytes, device.profile.memory_bytes, device.model, options)
+            pool_bytes = options.num_kv_blocks * layout.block_bytes
+            memory_bytes = device.profile.memory_bytes
+            if pool_bytes > memory_bytes:
+                raise UsageError(
+                    f"--num-kv-blocks {options.num_kv_blocks} would take {pool_bytes / 1e9:,.0f} GB of "
+                    f"{memory_bytes / 1e9:,.0f}: layers of {device.model} keep a window or a state, so its "
+                    "blocks are not of 16 tokens; give the number of blocks in its pool, as `ebbench devices show` "
+                    "prints it"
+                )
         return options.num_kv_blocks
     return (
         device.kv_capacity_tokens // options.block_size
         if layout is None
         else layout.blocks_of(device.kv_capacity_tokens)
     )
-
-
-def _check_pool(pool_bytes: int, memory_bytes: int, model: str, options: EngineOptions) -> None:
-    if pool_bytes > memory_bytes:
-        raise UsageError(
-            f"--num-kv-blocks {options.num_kv_blocks} would take {pool_bytes / 1e9:,.0f} GB of "
-            f"{memory_bytes / 1e9:,.0f}: layers of {model} keep a window or a state, so its "
-            "blocks are not of 16 tokens; give the number of blocks in its pool, as `ebbench devices show` prints it"
-        )
 
 
 def longest_sequence(device: Device, options: EngineOptions) -> int:

@@ -124,7 +124,6 @@ class VirtualClients(Clients):
         self.gone(self.hang_ups.still_wanted(rows))
 
     def _bring(self, rows: list[int]) -> None:
-        """See Clients."""
         for row in rows:
             entry_ns = self._front_end.enter(row, self.now_ns)
             if entry_ns <= self.now_ns:
@@ -136,7 +135,6 @@ class VirtualClients(Clients):
         self._ready += self.hang_ups.still_wanted([row])
 
     def _withdraw(self, row: int) -> None:
-        """See Clients."""
         if row in self._ready:
             self._ready.remove(row)
         else:
@@ -233,7 +231,9 @@ class _EmulatedRun:
         self._state, self._log = RequestState(whole), StepLog()
         self._clock = core_module.VirtualClock()
         self._streams: dict[str, Sequence[int]] = {}
-        scheduler, additional = plugin_settings(policy, device)
+        # v1 is vLLM unchanged.
+        scheduler = None if policy.native else plugin.SCHEDULER
+        additional = {} if policy.native else plugin.additional_config(policy, device.calibration)
         self.core = (
             self._core_with_shortcuts(core_module, policy, options, additional)
             if shortcuts
@@ -485,10 +485,3 @@ class _EmulatedRun:
             warnings=plan_notes(self._plan),
             facts=self._front_end.facts | ({} if self._drafts is None else self._drafts.facts),
         )
-
-
-def plugin_settings(policy: PolicySpec, device: Device) -> tuple[str | None, dict[str, object]]:
-    """Scheduler class and additional_config for a policy; none for v1, which is vLLM unchanged."""
-    if policy.native:
-        return None, {}
-    return plugin.SCHEDULER, plugin.additional_config(policy, device.calibration)

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -67,18 +68,6 @@ class Recording:
 
     steps: pa.Table
     decisions: pa.Table
-    pids: frozenset[int]
-    policies: frozenset[str]
-
-
-@dataclass
-class _RecordReading:
-    name_of: Callable[[str], str]
-    start_ns: int
-    since_ns: int
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    decisions: list[dict[str, Any]] = field(default_factory=list)
-    heads: list[dict[str, Any]] = field(default_factory=list)
 
 
 def read_recording(folder: Path, name_of: Callable[[str], str], start_ns: int, since_ns: int = 0) -> Recording:
@@ -87,59 +76,45 @@ def read_recording(folder: Path, name_of: Callable[[str], str], start_ns: int, s
     What was scheduled before ``since_ns`` (monotonic time) is left out: earlier runs of the same server. Steps are
     numbered from 0. Raises DataError for a file that is none, or when there is nothing.
     """
-    reading = _RecordReading(name_of, start_ns, since_ns)
-    for path in sorted(folder.glob("*.msgpack")):
+    steps: list[dict[str, Any]] = []
+    decisions: list[dict[str, Any]] = []
+    shards = sorted(folder.glob("*.msgpack"))
+    for path in shards:
+        names: list[str] = []
+        head: dict[str, Any] = {}
         try:
-            _read_shard(read_frames(path), reading)
+            frames = read_frames(path)
         except ValueError as error:
             raise DataError(str(error)) from None
-    if not reading.heads:
+        for kind, *values in frames:
+            if kind == "head":
+                head = values[0]
+            elif kind == "ids":
+                names += map(name_of, values[0])
+            elif kind == "step" and values[1] >= since_ns:
+                steps.append(_step_row(values, names, head, name_of, start_ns))
+            elif kind == "decision" and values[0] >= since_ns:
+                time_ns, step_id, what, reason, mode, phase, inputs = values
+                row = {"time_ns": time_ns - start_ns, "step_id": step_id, "instance": 0, "kind": what}
+                decisions.append(row | {"reason": reason, "mode": mode, "phase": phase} | inputs)
+    if not shards:
         raise DataError(f"{folder} holds no records of the scheduler plugin")
-    if since_ns:
-        _renumber(reading)
-    return Recording(
-        steps=pa.Table.from_pylist(reading.steps, schema=STEPS),
-        decisions=decisions_table(reading.decisions),
-        pids=frozenset(int(head["pid"]) for head in reading.heads),
-        policies=frozenset(str(head["policy"]) for head in reading.heads),
-    )
-
-
-def _read_shard(frames: Sequence[Sequence[Any]], reading: _RecordReading) -> None:
-    names: list[str] = []
-    head: dict[str, Any] = {}
-    for kind, *values in frames:
-        if kind == "head":
-            head = values[0]
-            reading.heads.append(head)
-        elif kind == "ids":
-            names += [reading.name_of(name) for name in values[0]]
-        elif kind == "step" and values[1] >= reading.since_ns:
-            reading.steps.append(_step_row(values, names, head, reading))
-        elif kind == "decision" and values[0] >= reading.since_ns:
-            time_ns, step_id, what, reason, mode, phase, inputs = values
-            row = {"time_ns": time_ns - reading.start_ns, "step_id": step_id, "instance": 0, "kind": what}
-            reading.decisions.append(row | {"reason": reason, "mode": mode, "phase": phase} | inputs)
-
-
-def _renumber(reading: _RecordReading) -> None:
-    """Number the steps from 0; decisions follow the number of their step."""
-    if not reading.steps:
-        return
-    first = min(row["step_id"] for row in reading.steps)
-    for row in (*reading.steps, *reading.decisions):
-        row["step_id"] = max(row["step_id"] - first, 0)
+    if since_ns and steps:
+        first = min(row["step_id"] for row in steps)
+        for row in (*steps, *decisions):
+            row["step_id"] = max(row["step_id"] - first, 0)
+    return Recording(steps=pa.Table.from_pylist(steps, schema=STEPS), decisions=decisions_table(decisions))
 
 
 def _step_row(
-    values: Sequence[Any], names: Sequence[str], head: dict[str, Any], reading: _RecordReading
+    values: Sequence[Any], names: Sequence[str], head: dict[str, Any], name_of: Callable[[str], str], start_ns: int
 ) -> dict[str, Any]:
     row = dict(zip(_STEP_FIELDS, values, strict=True))
     row["request_ids"] = [names[number] for number in row["request_ids"]]
     row["request_tokens"] = row["request_tokens"] or [1] * len(row["request_ids"])
-    row["preempted_ids"] = [reading.name_of(name) for name in row["preempted_ids"]]
+    row["preempted_ids"] = [name_of(name) for name in row["preempted_ids"]]
     for name in ("scheduled_ns", "start_ns", "end_ns"):
-        row[name] -= reading.start_ns
+        row[name] -= start_ns
     decodes, prefills = row["decode_seqs"], row["prefill_tokens"]
     row["phase"] = "prefill" if not decodes else "mixed" if prefills else "decode"
     return row | {
@@ -169,19 +144,15 @@ def planned_name(prefix: str, planned: Iterable[str]) -> Callable[[str], str]:
 
 def joined_requests(requests: pa.Table, steps: pa.Table) -> pa.Table:
     """The requests table with what only the scheduler knows: first scheduling time and preemptions."""
-    ids = pc.list_flatten(steps["request_ids"])
-    step_of = pc.list_parent_indices(steps["request_ids"])
-    first: dict[str, int] = {}
-    times = np.asarray(steps["scheduled_ns"])
-    for name, time_ns in zip(ids.to_pylist(), times[np.asarray(step_of)].tolist(), strict=True):
-        first.setdefault(name, time_ns)
-    preempted: dict[str, int] = {}
-    for name in pc.list_flatten(steps["preempted_ids"]).to_pylist():
-        preempted[name] = preempted.get(name, 0) + 1
+    times = steps["scheduled_ns"].take(pc.list_parent_indices(steps["request_ids"]))
+    scheduled = pa.table({"name": pc.list_flatten(steps["request_ids"]), "time_ns": times})
+    earliest = scheduled.group_by("name").aggregate([("time_ns", "min")])
+    first = dict(zip(earliest["name"].to_pylist(), earliest["time_ns_min"].to_pylist(), strict=True))
+    preempted = Counter(pc.list_flatten(steps["preempted_ids"]).to_pylist())
     names = requests["request_id"].to_pylist()
     columns = {
         "scheduled_ns": [first.get(name) for name in names],
-        "preemptions": [preempted.get(name, 0) if name in first else None for name in names],
+        "preemptions": [preempted[name] if name in first else None for name in names],
     }
     return with_columns(requests, columns)
 
@@ -329,8 +300,6 @@ def merged(recordings: Sequence[Recording]) -> Recording | None:
     return Recording(
         steps=with_columns(steps, {"step_id": np.arange(len(steps), dtype=np.int64)}),
         decisions=together((r.decisions for r in recordings), "time_ns"),
-        pids=frozenset().union(*(r.pids for r in recordings)),
-        policies=frozenset().union(*(r.policies for r in recordings)),
     )
 
 

@@ -269,7 +269,18 @@ class ScheduledResponse:
         if not self.active:
             return 0
         if self._sent == self._break_at:
-            self._commit_fault()
+            kind = self._fault.kind if self._fault else ""
+            self._close(kind)
+            if kind == "reset":
+                self._sender.reset()
+            elif kind == "close":
+                self._sender.close()
+            elif kind != "stall":
+                bad = {"malformed": b'{"choices":[{"text":', "error-frame": b'{"error":{"message":"engine died",'
+                       b'"type":"InternalServerError","code":500}}'}  # fmt: skip
+                frame = chunk(self._messages.event(bad[kind])) if kind in bad else b""
+                self._sender.send(frame + LAST_CHUNK)
+                self._sender.finished()
             return 0
         tokens = min(self._per_message, self._planned - self._sent)
         now_ns = time.monotonic_ns()
@@ -302,7 +313,6 @@ class ScheduledResponse:
 
     @property
     def _field(self) -> str:
-        """Field of the next delta."""
         length, field = self._thinking
         return field if self._sent < length else "content"
 
@@ -322,21 +332,6 @@ class ScheduledResponse:
         self._close(finish)
         self._sender.send(b"".join(parts))
         self._sender.finished()
-
-    def _commit_fault(self) -> None:
-        """Apply the fault to the response."""
-        kind = self._fault.kind if self._fault else ""
-        self._close(kind)
-        if kind == "reset":
-            self._sender.reset()
-        elif kind == "close":
-            self._sender.close()
-        elif kind != "stall":
-            bad = {"malformed": b'{"choices":[{"text":', "error-frame": b'{"error":{"message":"engine died",'
-                   b'"type":"InternalServerError","code":500}}'}  # fmt: skip
-            frame = chunk(self._messages.event(bad[kind])) if kind in bad else b""
-            self._sender.send(frame + LAST_CHUNK)
-            self._sender.finished()
 
     def _close(self, outcome: str) -> None:
         self.active = False

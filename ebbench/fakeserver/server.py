@@ -141,8 +141,6 @@ class ServedConnection(asyncio.Protocol):
 
 TICK_NS = 250_000
 _AT_ONCE = 32  # acts, about half a millisecond
-
-
 Act = Callable[[], int]
 """Does what is due; returns when it is due next (monotonic ns), 0 for never."""
 
@@ -193,8 +191,6 @@ class TimerWheel:
 
 _CONNECTIONS = 65_536  # as far as the system lets
 _REQUEST = msgspec.json.Decoder(GenerationRequest)
-
-
 OWNER = "ebbench-fake-server"
 """Owner of the models it names, by which the client knows that nothing is computed."""
 

@@ -160,7 +160,7 @@ def not_text(path: Path, error: UnicodeDecodeError, line: int | None = None) -> 
     return InputFileError(path, problem, line and line + error.object.count(b"\n", 0, error.start))
 
 
-def read_lines(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+def read_lines(path: Path | str, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     """Lines that are not empty, with their numbers, without a byte order mark. Raises InputFileError."""
     blank = 0
     try:

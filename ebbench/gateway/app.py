@@ -123,7 +123,11 @@ class Gateway:
         await self.transport.aclose()
         self.queue.close()
 
-    def metrics_page(self) -> bytes:
+    async def health(self, _request: Request) -> Response:
+        """200 while an upstream takes requests."""
+        return Response(status_code=200 if self.upstreams.active else 503)
+
+    async def metrics_page(self, _request: Request) -> Response:
         """The metrics page, with gauges set to their current values."""
         for upstream in self.upstreams.all:
             self.metrics.open.labels(upstream.url).set(upstream.open_requests)
@@ -133,19 +137,42 @@ class Gateway:
         if isinstance(self.dispatcher, StaggeredDispatcher):
             self.metrics.interval.set(self.dispatcher.interval.interval_ns / 1e9)
             self.metrics.forward.set(self.dispatcher.interval.mean_ns / 1e9)
-        return self.metrics.render()
+        return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
 
-    def state(self) -> dict[str, Any]:
+    async def state(self, _request: Request) -> Response:
         """The JSON document of `/gateway`."""
-        return {
-            "model": self.upstreams.model,
-            "dispatch": self.settings.dispatch,
-            "waiting": self.queue.waiting,
-            "upstreams": [
-                {"url": u.url, "state": u.state, "open": u.open_requests, "ejections": u.ejections}
-                for u in self.upstreams.all
-            ],
-        }
+        upstreams = [
+            {"url": u.url, "state": u.state, "open": u.open_requests, "ejections": u.ejections}
+            for u in self.upstreams.all
+        ]
+        about = {"model": self.upstreams.model, "dispatch": self.settings.dispatch, "waiting": self.queue.waiting}
+        return JSONResponse(about | {"upstreams": upstreams})
+
+    async def set_draining(self, request: Request) -> Response:
+        """``POST /gateway/drain?upstream=URL``, or ``resume``; accepted from the gateway's machine only."""
+        client = request.client.host if request.client is not None else ""
+        forwarded = any(name in request.headers for name in _FORWARDED)
+        local = client in _LOCAL and _host_of(request.headers.get("host", "")) in _LOCAL
+        if forwarded or not local or _foreign(request):
+            return JSONResponse({"error": "only from the gateway's own machine, at 127.0.0.1"}, status_code=403)
+        try:
+            drain = request.url.path.endswith("drain")
+            upstream = self.upstreams.drain(request.query_params.get("upstream", ""), drain=drain)
+        except UsageError as error:
+            return JSONResponse({"error": str(error)}, status_code=404)
+        return JSONResponse({"url": upstream.url, "state": upstream.state, "open": upstream.open_requests})
+
+    async def send_to_all(self, request: Request) -> Response:
+        """Answers with the highest status of the active upstreams, 503 without one."""
+        if _foreign(request):
+            return JSONResponse({"error": "not from a page of another origin"}, status_code=403)
+        try:
+            statuses = await self.relay.send_to_all(request.scope, request.receive)
+        except RefusedError as refusal:
+            return Response(error_body(str(refusal), refusal.status), refusal.status, media_type="application/json")
+        except ClientLeftError:
+            return Response(status_code=400)
+        return Response(status_code=max(statuses, default=503))
 
     def _on_signal(self, signal: Any) -> None:
         self.metrics.passes.labels(self.upstreams.all[signal.instance].url).inc()
@@ -155,36 +182,18 @@ class Gateway:
 def make_app(gateway: Gateway) -> Starlette:
     """The ASGI application of a gateway that has been started."""
 
-    async def health(_request: Request) -> Response:
-        return Response(status_code=200 if gateway.upstreams.active else 503)
-
-    async def metrics(_request: Request) -> Response:
-        return Response(gateway.metrics_page(), media_type="text/plain; version=0.0.4")
-
-    async def state(_request: Request) -> Response:
-        return JSONResponse(gateway.state())
-
-    async def drain(request: Request) -> Response:
-        return await _set_draining(gateway, request, drain=True)
-
-    async def resume(request: Request) -> Response:
-        return await _set_draining(gateway, request, drain=False)
-
-    async def for_all(request: Request) -> Response:
-        return await _send_to_all(gateway, request)
-
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         yield
         await gateway.close()
 
     routes = [
-        Route("/health", health),
-        Route("/metrics", metrics),
-        Route("/gateway", state),
-        Route("/gateway/drain", drain, methods=["POST"]),
-        Route("/gateway/resume", resume, methods=["POST"]),
-        *(Route(path, for_all, methods=["POST"]) for path in _FOR_ALL),
+        Route("/health", gateway.health),
+        Route("/metrics", gateway.metrics_page),
+        Route("/gateway", gateway.state),
+        Route("/gateway/drain", gateway.set_draining, methods=["POST"]),
+        Route("/gateway/resume", gateway.set_draining, methods=["POST"]),
+        *(Route(path, gateway.send_to_all, methods=["POST"]) for path in _FOR_ALL),
         Route("/{path:path}", gateway.relay, methods=["GET", "POST", "PUT", "DELETE"]),
     ]
     return Starlette(routes=routes, lifespan=lifespan)
@@ -200,35 +209,3 @@ def _foreign(request: Request) -> bool:
     """Whether a page of another origin sent the request with a browser of this machine."""
     origin = request.headers.get("origin")
     return origin is not None and origin.partition("://")[2] != request.headers.get("host")
-
-
-def _from_this_machine(request: Request) -> bool:
-    """Whether a program of this machine sent the request: no proxy, and no page that gave its name this address."""
-    client = request.client.host if request.client is not None else ""
-    forwarded = any(name in request.headers for name in _FORWARDED)
-    local = client in _LOCAL and _host_of(request.headers.get("host", "")) in _LOCAL
-    return local and not forwarded and not _foreign(request)
-
-
-async def _set_draining(gateway: Gateway, request: Request, *, drain: bool) -> Response:
-    """``POST /gateway/drain?upstream=URL``; accepted from the gateway's machine only."""
-    if not _from_this_machine(request):
-        return JSONResponse({"error": "only from the gateway's own machine, at 127.0.0.1"}, status_code=403)
-    try:
-        upstream = gateway.upstreams.drain(request.query_params.get("upstream", ""), drain=drain)
-    except UsageError as error:
-        return JSONResponse({"error": str(error)}, status_code=404)
-    return JSONResponse({"url": upstream.url, "state": upstream.state, "open": upstream.open_requests})
-
-
-async def _send_to_all(gateway: Gateway, request: Request) -> Response:
-    """Answers with the highest status of the active upstreams, 503 without one."""
-    if _foreign(request):
-        return JSONResponse({"error": "not from a page of another origin"}, status_code=403)
-    try:
-        statuses = await gateway.relay.send_to_all(request.scope, request.receive)
-    except RefusedError as refusal:
-        return Response(error_body(str(refusal), refusal.status), refusal.status, media_type="application/json")
-    except ClientLeftError:
-        return Response(status_code=400)
-    return Response(status_code=max(statuses, default=503))

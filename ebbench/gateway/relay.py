@@ -60,8 +60,6 @@ class LineBuffer:
 
 BYTES_PER_TOKEN = 4.0
 """For English text. The servers count exactly; the dispatcher only compares requests with each other."""
-
-
 _MOST_BYTES = 1 << 23
 _MOST_BLOCKS = 2048  # of a prefix: 2**20 tokens; more would stop the event loop for seconds
 _MOST_TOKENS = 1 << 24  # no model answers with more; a larger number would decide where every other request goes
@@ -97,20 +95,15 @@ def dispatch_request(key: int, body: bytes, *, prefix: bool) -> DispatchRequest:
 
 
 def _tokens(raw: bytes) -> int:
-    if _is_ids(raw):
+    if raw[:1] == b"[" and raw[1:2].isdigit():
         return raw.count(b",") + 1
     return max(1, round(len(raw) / BYTES_PER_TOKEN))
-
-
-def _is_ids(raw: bytes) -> bool:
-    """Whether the prompt is a list of token ids instead of text or messages."""
-    return raw[:1] == b"[" and raw[1:2].isdigit()
 
 
 def _blocks(raw: bytes, tokens: int) -> tuple[int, ...]:
     """Hashes of the leading blocks of about CHUNK_TOKENS tokens; each hash covers all text before it."""
     pieces: list[Any]
-    if _is_ids(raw):
+    if raw[:1] == b"[" and raw[1:2].isdigit():
         most = min(tokens, _MOST_BLOCKS * CHUNK_TOKENS)
         ids = raw[1:-1].split(b",", most)
         pieces = [b",".join(ids[i : i + CHUNK_TOKENS]) for i in range(0, most - CHUNK_TOKENS + 1, CHUNK_TOKENS)]
@@ -414,7 +407,10 @@ class Relay:
                     first = False
                     self._queue.first_token(key)
                 if self._infer:
-                    self._note_message(upstream)
+                    duration_ns = upstream.bursts.message(time.monotonic_ns())
+                    if duration_ns is not None:
+                        self._metrics.passes.labels(upstream.url).inc()
+                        self._queue.end_forward(EndForward(upstream.index, duration_ns, continues=True, generates=True))
                 passed = data if lines is None else lines.feed(data)
                 if passed:
                     await send({"type": "http.response.body", "body": passed, "more_body": True})
@@ -431,12 +427,6 @@ class Relay:
             raise
         finally:
             self._metrics.answers.labels(upstream.url, outcome).inc()
-
-    def _note_message(self, upstream: Upstream) -> None:
-        duration_ns = upstream.bursts.message(time.monotonic_ns())
-        if duration_ns is not None:
-            self._metrics.passes.labels(upstream.url).inc()
-            self._queue.end_forward(EndForward(upstream.index, duration_ns, continues=True, generates=True))
 
 
 def _carries_events(response: httpx.Response) -> bool:

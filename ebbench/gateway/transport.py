@@ -302,7 +302,6 @@ class _UpstreamResponse(httpx.AsyncByteStream):
 
 
 def _address(url: httpx.URL) -> Address:
-    """The address in a URL that httpx has parsed."""
     secure = url.scheme == "https"
     return Address(url.host, url.port or (443 if secure else 80), secure)
 

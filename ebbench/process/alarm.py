@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator
 _CLOCK_MONOTONIC = 1
 _ABSOLUTE = 1
 _NONBLOCK_CLOEXEC = 0o2004000
-
-
 _ITIMERSPEC = ctypes.c_long * 4
 """``struct itimerspec``: interval, then value, each in seconds and nanoseconds."""
 

@@ -341,7 +341,6 @@ class ForkedChild:
 
 
 def _work(work: Callable[[], object], descriptors: Sequence[int]) -> None:
-    """What a forked child does."""
     gc.freeze()  # the parent's objects: looking through them would copy their memory
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -110,12 +111,12 @@ class TableParts(Protocol):
 
 def write_table(table: pa.Table, path: Path) -> None:
     """Write a Parquet file through a temporary file, fsync and rename. Raises RunError (disk full, ...)."""
-    _replace(path, lambda temporary: _write(table, temporary))
+    write_parts((table,), path)
 
 
 def write_parts(parts: Iterable[pa.Table], path: Path) -> None:
     """As :func:`write_table`, for a table in parts; the file is the same."""
-    _replace(path, lambda temporary: _write_parts(iter(parts), temporary))
+    _replace(path, lambda temporary: _write(iter(parts), temporary))
 
 
 def write_bytes(content: bytes, path: Path) -> None:
@@ -165,12 +166,12 @@ def write_with(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def merge_tables(shards: Sequence[Path], path: Path) -> None:
-    """Concatenate shards of one schema into ``path`` by row group, then remove them. A single shard is renamed."""
+    """Concatenate shards of one schema into ``path``, then remove them. A single shard is renamed."""
     if len(shards) == 1:
         shards[0].replace(path)
         sync_directory(path.parent)
         return
-    _replace(path, lambda temporary: _copy_row_groups(shards, temporary))
+    write_parts(_row_groups(shards), path)
     for shard in shards:
         shard.unlink()
 
@@ -283,28 +284,20 @@ def _writer(schema: pa.Schema, path: Path) -> pq.ParquetWriter:
     )
 
 
-def _write(table: pa.Table, path: Path) -> None:
-    with _writer(table.schema, path) as writer:
-        writer.write_table(table, row_group_size=ROW_GROUP_ROWS)
-
-
-def _write_parts(parts: Iterator[pa.Table], path: Path) -> None:
+def _write(parts: Iterator[pa.Table], path: Path) -> None:
     """Parts are collected until they fill a row group, so that groups are as large as those of a table."""
-    first = next(parts)
-    with _writer(first.schema, path) as writer:
-        buffered = first
-        for part in parts:
-            buffered = pa.concat_tables([buffered, part])
-            while len(buffered) >= ROW_GROUP_ROWS:
+    buffered = next(parts)
+    with _writer(buffered.schema, path) as writer:
+        for part in chain(parts, (None,)):
+            while len(buffered) >= ROW_GROUP_ROWS or (part is None and len(buffered)):
                 writer.write_table(buffered.slice(0, ROW_GROUP_ROWS), row_group_size=ROW_GROUP_ROWS)
                 buffered = buffered.slice(ROW_GROUP_ROWS)
-        if len(buffered):
-            writer.write_table(buffered, row_group_size=ROW_GROUP_ROWS)
+            buffered = buffered if part is None else pa.concat_tables([buffered, part])
 
 
-def _copy_row_groups(shards: Sequence[Path], path: Path) -> None:
-    with _writer(read_footer(shards[0])[0], path) as writer:
-        for shard in shards:
-            with pq.ParquetFile(shard) as file:
-                for index in range(file.num_row_groups):
-                    writer.write_table(file.read_row_group(index), row_group_size=ROW_GROUP_ROWS)
+def _row_groups(shards: Sequence[Path]) -> Iterator[pa.Table]:
+    yield read_footer(shards[0])[0].empty_table()
+    for shard in shards:
+        with pq.ParquetFile(shard) as file:
+            for index in range(file.num_row_groups):
+                yield file.read_row_group(index)

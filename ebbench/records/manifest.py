@@ -30,8 +30,6 @@ LIMITS = ("ttft", "tpot", "e2el", "ttfat")
 """The latencies that ``slo`` may limit, of all requests or as ``class:latency`` of a class."""
 
 Clock = Literal["virtual", "real"]
-
-
 _NAMES = ("workload", "scenario", "source", "policy", "engine", "device", "model", "device_provenance")
 
 

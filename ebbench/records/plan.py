@@ -20,17 +20,9 @@ from ebbench.records import CHUNK_TOKENS
 from ebbench.records.warnings import RunWarning
 
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-
 _BLOCK_KEY = b"block_tokens"
-
-
 _STREAM_SALT = 0x9E3779B97F4A7C15
-
-
 _CHUNK_SALT = 0xD1B54A32D192ED03
-
-
 _MASK = (1 << 64) - 1
 
 
@@ -204,6 +196,10 @@ def turn_graph(table: pa.Table) -> TurnGraph:
     if branched:
         parents, children = _edges(table, parents, children, sessions, turns)
     waits = np.bincount(children, minlength=len(order)).astype(np.int64)
+    parallel: dict[int, list[int]] = {}
+    first_of = dict(zip(sessions[first].tolist(), np.flatnonzero(first).tolist(), strict=True)) if branched else {}
+    for row in np.flatnonzero((waits == 0) & ~first).tolist() if branched else ():
+        parallel.setdefault(first_of[int(sessions[row])], []).append(row)
     by_parent = np.argsort(parents, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(parents, minlength=len(order)))])
     return TurnGraph(
@@ -212,7 +208,7 @@ def turn_graph(table: pa.Table) -> TurnGraph:
         children[by_parent].tolist(),
         optional_ints(table, "pause_ns"),
         np.flatnonzero(first).tolist(),
-        _parallel_starts(sessions, first, np.flatnonzero((waits == 0) & ~first)) if branched else {},
+        parallel,
         branched,
     )
 
@@ -294,14 +290,6 @@ def _edges(table: pa.Table, before: Ints, following: Ints, sessions: Ints, turns
     children = np.concatenate([following[by_default], waiting])
     order = np.lexsort((turns[children], sessions[children]))
     return parents[order], children[order]
-
-
-def _parallel_starts(sessions: Ints, first: npt.NDArray[np.bool_], others: Ints) -> dict[int, list[int]]:
-    first_of = dict(zip(sessions[first].tolist(), np.flatnonzero(first).tolist(), strict=True))
-    rows_by_first: dict[int, list[int]] = {}
-    for row in others.tolist():
-        rows_by_first.setdefault(first_of[int(sessions[row])], []).append(row)
-    return rows_by_first
 
 
 @dataclass(frozen=True)

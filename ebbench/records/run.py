@@ -201,7 +201,7 @@ class RunWriter:
                 shutil.rmtree(place, ignore_errors=True)
                 raise error from None
             self._finished = True
-            if self._is_own():
+            if self._own is None or self._own.is_at(self.path):
                 self._remove_traces([*whole, *self._shards])
                 for name in whole:
                     with suppress(OSError):
@@ -234,15 +234,12 @@ class RunWriter:
         held = {name: table for name, table in whole.items() if name != "steps" or not table.num_rows}
         return Run(self.path, complete, held)
 
-    def _is_own(self) -> bool:
-        return self._own is None or self._own.is_at(self.path)
-
     def _stay(self) -> None:
         """Make sure that the directory is the one that was created; else make another, beside what is there now.
 
         Raises RunError.
         """
-        if self._is_own():
+        if self._own is None or self._own.is_at(self.path):
             return
         self.path = unused(self._asked)
         self._own, self._remade = _new_directory(self.path), True

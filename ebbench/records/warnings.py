@@ -6,9 +6,10 @@ the sentence that is shown. Runs stored by earlier versions have the sentence it
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -184,28 +185,15 @@ class _Range(float):
 
     __hash__ = float.__hash__
 
-    def _with(self, other: float, operation: Callable[[float, float], float]) -> _Range:
+    def _with(self, operation: Callable[[float, float], float], other: float) -> _Range:
         others = other.ends if isinstance(other, _Range) else (other, other)
         return _Range(*sorted(map(operation, self.ends, others)))
 
-    def __add__(self, other: float) -> _Range:
-        return self._with(other, lambda end, by: end + by)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: float) -> _Range:
-        return self._with(other, lambda end, by: end - by)
-
-    def __rsub__(self, other: float) -> _Range:
-        return self._with(other, lambda end, by: by - end)
-
-    def __mul__(self, other: float) -> _Range:
-        return self._with(other, lambda end, by: end * by)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: float) -> _Range:
-        return self._with(other, lambda end, by: end / by)
+    __add__ = __radd__ = partialmethod(_with, operator.add)
+    __sub__ = partialmethod(_with, operator.sub)
+    __rsub__ = partialmethod(_with, lambda end, by: by - end)
+    __mul__ = __rmul__ = partialmethod(_with, operator.mul)
+    __truediv__ = partialmethod(_with, operator.truediv)
 
 
 def _label(stated: bool) -> str:
@@ -216,20 +204,9 @@ def _label(stated: bool) -> str:
     )
 
 
-def _state_it(stated: bool) -> str:
-    return "" if stated else "Give the policy it was started with as --policy."
-
-
 def _stated_limits(given: Mapping[str, int]) -> str:
     options = " and ".join(f"--{name.replace('_', '-')} {value:,}" for name, value in given.items())
     return f"{options} changed nothing: the server runs already, with limits of its own that it does not report."
-
-
-def _k_always_met(open_requests: int, max_num_seqs: int, k: int) -> str:
-    return (
-        f"At most {open_requests:,} requests are open, so {max_num_seqs - open_requests:,} of {max_num_seqs:,} slots "
-        f"are always idle and k={k} never delays a refill: the policy behaves like v0."
-    )
 
 
 def _few_requests(completed: int, needed: int, shown: str, p90_needs: int, **_: Any) -> str:
@@ -261,10 +238,6 @@ def _longer(option: str, asked: int, log_sessions: int | None = None, closed_loo
     if option == "log":
         return f"A log of {asked:,} sessions or more would help{otherwise}."
     return f"Use --num-prompts {asked} or more{otherwise}{_read_again(asked, log_sessions)}."
-
-
-def _short_steady_window(share: float, **_: Any) -> str:
-    return f"Only {100 * share:.0f} % of the run is steady; warm-up and drain weigh on the whole-run throughput."
 
 
 def _rebuilt(recorded: int, planned: int, damaged_shards: int) -> str:
@@ -397,13 +370,6 @@ def _fp8_slower(device: str, times: Mapping[str, float], quantization: str | Non
     )
     slower = f"some steps take longer than in 16 bits, by the kernel tables of {device}: {_slower(times)}"
     return f"{weights} {slower}{'' if by_block else why}"
-
-
-def _fewer_gpus_faster(device: str, gpus: int, fewer: int, times: Mapping[str, float]) -> str:
-    return (
-        f"some steps take longer on {gpus} {device} than on {fewer}, since their collectives cost more than they save: "
-        f"{_slower(times)}; {fewer} hold the model, too, and as many GPUs in replicas can carry more"
-    )
 
 
 def _collectives(gpus: int, device: str, link: str, taken: str) -> str:
@@ -540,7 +506,10 @@ _WORDED: Texts = {
     ),
     "beyond-server": lambda requests: f"{counted(requests, 'request')} beyond the server's max_model_len left out",
     "few-requests": _few_requests,
-    "k-always-met": _k_always_met,
+    "k-always-met": lambda open_requests, max_num_seqs, k: (
+        f"At most {open_requests:,} requests are open, so {max_num_seqs - open_requests:,} of {max_num_seqs:,} slots "
+        f"are always idle and k={k} never delays a refill: the policy behaves like v0."
+    ),
     KV_CACHE: _kv_cache,
     "not-ready": _not_ready,
     "odd-usage": _odd_usage,
@@ -548,7 +517,9 @@ _WORDED: Texts = {
     "policy-is-a-label": _label,
     "rebuilt": _rebuilt,
     "shared-times": _shared_times,
-    "short-steady-window": _short_steady_window,
+    "short-steady-window": lambda share, **_: (
+        f"Only {100 * share:.0f} % of the run is steady; warm-up and drain weigh on the whole-run throughput."
+    ),
     "stated-limits": _stated_limits,
     WARM_CACHE: _warm_cache,
     "columns-added": _columns_added,
@@ -562,7 +533,10 @@ _WORDED: Texts = {
     "collectives-formula": _collectives_formula,
     "collectives-lent": _collectives_lent,
     "drafts-modelled": _drafts_modelled,
-    "fewer-gpus-faster": _fewer_gpus_faster,
+    "fewer-gpus-faster": lambda device, gpus, fewer, times: (
+        f"some steps take longer on {gpus} {device} than on {fewer}, since their collectives cost more than they save: "
+        f"{_slower(times)}; {fewer} hold the model, too, and as many GPUs in replicas can carry more"
+    ),
     "fp8-slower": _fp8_slower,
     # Runs of earlier versions, which left the front end out.
     "front-end-unmodelled": lambda front_end_ms, share: (
@@ -590,7 +564,7 @@ _WORDED_WAYS_OUT: Texts = {
     SERVER_LIMITS: _more_processes,
     "few-requests": _use_more_prompts,
     "no-steady-window": _longer,
-    "policy-is-a-label": _state_it,
+    "policy-is-a-label": lambda stated: "" if stated else "Give the policy it was started with as --policy.",
     "short-steady-window": _longer,
 }
 

@@ -134,10 +134,6 @@ class DraftingScheduler(Scheduler):
             return 0
         return 0 if self.state.partial[running].any() else self._drafting.tokens
 
-    def _existing(self, rows: Ints) -> Ints:
-        """Tokens of ``rows`` that exist for the scheduler."""
-        return np.add(self.state.prompt.take(rows), self.state.outputs(rows))
-
     def published_tokens(self, row: int) -> int:
         """See Scheduler."""
         if self.limits.async_scheduling:
@@ -153,7 +149,7 @@ class DraftingScheduler(Scheduler):
         state = self.state
         if not self.limits.async_scheduling:
             return np.less(state.computed.take(rows), state.target.take(rows))
-        placeholders = self._known.take(rows) - self._existing(rows)
+        placeholders = self._known.take(rows) - np.add(self.state.prompt.take(rows), self.state.outputs(rows))
         certain = state.computed.take(rows) - placeholders + 1
         unfinished: npt.NDArray[np.bool_] = (placeholders == 0) | (certain < state.last.take(rows))
         return unfinished
@@ -175,7 +171,6 @@ class DraftingScheduler(Scheduler):
         return candidates, tokens, budget - int(np.add.reduce(tokens))
 
     def _slots(self, tokens: Ints) -> Ints:
-        """See Scheduler."""
         return np.minimum(tokens + self.lookahead_tokens, self.longest_tokens)
 
     def _blocks_needed(self, rows: Ints, tokens: Ints) -> Ints:
@@ -264,7 +259,7 @@ class DraftingScheduler(Scheduler):
             kept = ~np.isin(rows, stale)
             fresh, rejected = rows[kept], rejected[kept]
             late = rows[~kept]
-            self._known[late] = state.target[late] = self._existing(late)
+            self._known[late] = state.target[late] = np.add(self.state.prompt.take(late), self.state.outputs(late))
         else:
             fresh = rows
         state.computed[fresh] -= rejected
@@ -273,7 +268,7 @@ class DraftingScheduler(Scheduler):
             state.target[fresh] -= rejected
         else:
             self._burst[rows] = yields
-            self._known[fresh] = self._existing(fresh)
+            self._known[fresh] = np.add(self.state.prompt.take(fresh), self.state.outputs(fresh))
             state.target[fresh] = self._known[fresh] + step.next_drafts
         finished = state.next_slot.take(rows) == state.end_slot.take(rows)
         return self._finish(rows[finished].tolist(), step.end_ns) if np.count_nonzero(finished) else []

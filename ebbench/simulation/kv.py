@@ -266,7 +266,6 @@ class CachingKv(KvBlocks):
         self._by_key[key] = others if len(others) > 1 else others[0]
 
     def _dropped(self, blocks: Sequence[int]) -> list[int]:
-        """The ``blocks`` without references."""
         references = self._references
         free = []
         for block in blocks:

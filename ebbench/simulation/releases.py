@@ -422,7 +422,6 @@ class Clients(ABC):
         self._submit(rows)
 
     def _submit(self, rows: list[int]) -> None:
-        """Send requests now."""
         if not rows:
             return
         self._stamp(rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -168,7 +168,12 @@ class StepLog:
         steps.append((instance, step))
         if len(steps) >= FOLD:
             # One assignment, so that an interruption neither loses steps nor keeps them twice.
-            self._kept = _Kept((*self._kept.folded, _fold(steps)), [])
+            columns = _columns_of(steps)
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, columns.schema, options=_COMPRESSED) as stream:
+                stream.write_table(columns)
+            exact = pa.py_buffer(sink.getvalue().to_pybytes())  # the stream's own buffer has up to twice the size
+            self._kept = _Kept((*self._kept.folded, _Folded(exact, Counter(instance for instance, _ in steps))), [])
 
     def __len__(self) -> int:
         return sum(part.steps_of.total() for part in self._kept.folded) + len(self._kept.steps)
@@ -239,16 +244,6 @@ def step_phase(step: Step) -> str:
     return "mixed" if step.decode_seqs else "prefill"
 
 
-def _fold(steps: Sequence[tuple[int, Step]]) -> _Folded:
-    """Compress steps, each with its instance."""
-    columns = _columns_of(steps)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, columns.schema, options=_COMPRESSED) as stream:
-        stream.write_table(columns)
-    exact = pa.py_buffer(sink.getvalue().to_pybytes())  # the stream's own buffer has up to twice the size
-    return _Folded(exact, Counter(instance for instance, _ in steps))
-
-
 def _unfold(part: _Folded) -> pa.Table:
     return pa.ipc.open_stream(part.stream).read_all()
 
@@ -257,14 +252,16 @@ def _columns_of(steps: Sequence[tuple[int, Step]]) -> pa.Table:
     """Steps as columns of STEPS, with the rows of requests in place of their names."""
     made = [step for _, step in steps]
     rows, preempted = _column(made, "rows"), [sorted(group) if group else group for group in _column(made, "preempted")]
-    offsets = _offsets(rows)
+    offsets = np.concatenate([[0], np.cumsum(list(map(len, rows)))]).astype(np.int32)
     columns = {name: pa.array(_column(made, name), STEPS.field(name).type) for name in PLAIN_COLUMNS} | {
         "instance": pa.array([instance for instance, _ in steps], pa.int32()),
         "phase": pa.array(list(map(step_phase, made)), pa.string()),
         "request_ids": pa.ListArray.from_arrays(offsets, pa.array(_flat(rows))),
         "request_tokens": pa.ListArray.from_arrays(offsets, pa.array(_flat(_column(made, "tokens")))),
         "preemptions": pa.array(list(map(len, preempted)), pa.int32()),
-        "preempted_ids": pa.ListArray.from_arrays(_offsets(preempted), pa.array(_flat(preempted))),
+        "preempted_ids": pa.ListArray.from_arrays(
+            np.concatenate([[0], np.cumsum(list(map(len, preempted)))]).astype(np.int32), pa.array(_flat(preempted))
+        ),
     }
     return pa.table(columns)
 
@@ -330,8 +327,3 @@ def _flat(lists: Iterable[Any]) -> Ints32:
     """All values of these lists or arrays, one after the other."""
     parts = list(filter(len, lists))
     return np.concatenate(parts, dtype=np.int32, casting="unsafe") if parts else np.zeros(0, np.int32)
-
-
-def _offsets(lists: Sequence[Sized]) -> Ints32:
-    """Arrow's offsets of these lists in their concatenation."""
-    return np.concatenate([[0], np.cumsum(list(map(len, lists)))]).astype(np.int32)

@@ -89,7 +89,6 @@ def _points(rows: Sequence[Mapping[str, Any]], key: str, over_load: bool) -> lis
 
 
 def _knees(rows: Sequence[Mapping[str, Any]], key: str, over_load: bool) -> list[dict[str, Any]]:
-    """The probe nearest to each capacity."""
     knees = []
     for row in rows:
         near = [probe for probe in row["curve"] if probe["run_dir"] == row["nearest_run_dir"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ebbench.records.warnings import Fact, fact
@@ -101,14 +101,6 @@ class DeploymentPlan:
     notes: tuple[str, ...] = ()
 
 
-@dataclass
-class _State:
-    cheapest: float = float("inf")
-    carrying: list[Costed] = field(default_factory=list)
-    refused: list[tuple[Candidate, Fact]] = field(default_factory=list)
-    pruned: list[Candidate] = field(default_factory=list)
-
-
 def choose(
     demand: Demand,
     specs: Sequence[RunSpec],
@@ -120,41 +112,46 @@ def choose(
 
     ``advance`` is called with what is being done, how often it is done, and how often in all.
     """
-    state = _State()
+    carrying: list[Costed] = []
+    pruned: list[Candidate] = []
     by_candidate = {candidate_of(spec): spec for spec in specs}
     bounds: list[Bound] = []
     for bounded in values(pool, bound, specs):
         bounds.append(bounded)
         advance("saturated rates", len(bounds), len(specs))
-    state.refused += [(bounded.candidate, bounded.refused) for bounded in bounds if bounded.refused]
+    refused = [(bounded.candidate, bounded.refused) for bounded in bounds if bounded.refused]
     waiting = [bounded for bounded in bounds if not bounded.refused]
-    waiting.sort(key=lambda bounded: (_least(bounded, demand, prices), bounded.candidate.gpus))
+    waiting.sort(
+        key=lambda bounded: (bounded.fewest(demand) * _unit(bounded.candidate, prices), bounded.candidate.gpus)
+    )
     while waiting:
         chunk, waiting = waiting[:_CHUNK], waiting[_CHUNK:]
         jobs = []
+        cheapest = min((costed.cost for costed in carrying), default=math.inf)
         for bounded in chunk:
-            most = int(WITHIN * state.cheapest / _unit(bounded.candidate, prices)) if state.carrying else MOST_REPLICAS
+            most = int(WITHIN * cheapest / _unit(bounded.candidate, prices)) if carrying else MOST_REPLICAS
             if bounded.fewest(demand) > MOST_REPLICAS:
-                state.refused.append((bounded.candidate, TOO_MANY))
+                refused.append((bounded.candidate, TOO_MANY))
             elif bounded.fewest(demand) > most:
-                state.pruned.append(bounded.candidate)
+                pruned.append(bounded.candidate)
             else:
                 jobs.append((by_candidate[bounded.candidate], bounded.first(demand), most))
         for deployment in values(pool, partial(_size, demand), jobs):
-            _take(state, deployment, prices)
-            decided = len(state.carrying) + len(state.refused) + len(state.pruned)
+            if deployment.refused is not None:
+                refused.append((deployment.candidate, deployment.refused))
+            else:
+                carrying.append(Costed(deployment, deployment.replicas * _unit(deployment.candidate, prices)))
+            decided = len(carrying) + len(refused) + len(pruned)
             advance("numbers of replicas", decided, len(specs))
     advance("complete simulations of the cheapest", 0, 0)
-    kept = sorted(_within_cost(state), key=_rank)
+    cheapest = min((costed.cost for costed in carrying), default=math.inf)
+    kept = sorted((costed for costed in carrying if costed.cost <= WITHIN * cheapest), key=_rank)
+    pruned += [costed.deployment.candidate for costed in carrying if costed not in kept]
     stressed, missed = _stressed(demand, kept, by_candidate, prices, pool)
-    state.refused += missed
+    refused += missed
     on_frontier = tuple(on_frontiers(stressed))
     unbounded = tuple(bounded.candidate for bounded in bounds if math.isinf(bounded.saturated_per_s))
-    return DeploymentChoice(on_frontier, tuple(state.refused), tuple(state.pruned), unbounded)
-
-
-def _rank(costed: Costed) -> tuple[float, int, float]:
-    return costed.cost, costed.deployment.gpus, costed.tpot_ms
+    return DeploymentChoice(on_frontier, tuple(refused), tuple(pruned), unbounded)
 
 
 def _size(demand: Demand, job: tuple[RunSpec, int, int]) -> Deployment:
@@ -165,19 +162,8 @@ def _stress(demand: Demand, job: tuple[RunSpec, int, int]) -> tuple[Candidate, i
     return candidate_of(job[0]), *stress(demand, *job)
 
 
-def _take(state: _State, deployment: Deployment, prices: Mapping[str, float]) -> None:
-    if deployment.refused is not None:
-        state.refused.append((deployment.candidate, deployment.refused))
-        return
-    cost = deployment.replicas * _unit(deployment.candidate, prices)
-    state.carrying.append(Costed(deployment, cost))
-    state.cheapest = min(state.cheapest, cost)
-
-
-def _within_cost(state: _State) -> list[Costed]:
-    kept = [costed for costed in state.carrying if costed.cost <= WITHIN * state.cheapest]
-    state.pruned += [costed.deployment.candidate for costed in state.carrying if costed not in kept]
-    return kept
+def _rank(costed: Costed) -> tuple[float, int, float]:
+    return costed.cost, costed.deployment.gpus, costed.tpot_ms
 
 
 def on_frontiers(costed: Sequence[Costed]) -> list[Costed]:
@@ -219,33 +205,23 @@ def _stressed(
         by_candidate = {costed.deployment.candidate: costed for costed in due}
         for candidate, replicas, simulated in values(pool, partial(_stress, demand), jobs):
             if all(level is not None and level.met for level in must_hold(demand, simulated)):
-                done.append(_resized(by_candidate[candidate], replicas, simulated, prices))
+                before = by_candidate[candidate].deployment
+                reading = before.reading and replace(
+                    before.reading, output_tokens_per_s=before.reading.output_tokens_per_s * before.replicas / replicas
+                )
+                deployment = replace(before, replicas=replicas, reading=reading)
+                done.append(Costed(deployment, replicas * _unit(before.candidate, prices), simulated))
             else:
                 missed.append((candidate, fact("missed_dispatched", replicas=replicas)))
         cheapest = min((costed.cost for costed in done), default=math.inf)
-        due = [costed for costed in left if _least_cost(costed, prices) < cheapest][:STRESSED]
+        due = [
+            costed for costed in left
+            if costed.deployment.fewest * _unit(costed.deployment.candidate, prices) < cheapest
+        ][:STRESSED]  # fmt: skip
         left = [costed for costed in left if costed not in due]
     return sorted([*done, *left], key=_rank), missed
-
-
-def _least_cost(costed: Costed, prices: Mapping[str, float]) -> float:
-    return costed.deployment.fewest * _unit(costed.deployment.candidate, prices)
-
-
-def _resized(costed: Costed, replicas: int, simulated: Stress, prices: Mapping[str, float]) -> Costed:
-    """The deployment with the number of replicas that its complete simulation has found."""
-    before = costed.deployment
-    reading = before.reading and replace(
-        before.reading, output_tokens_per_s=before.reading.output_tokens_per_s * before.replicas / replicas
-    )
-    deployment = replace(before, replicas=replicas, reading=reading)
-    return Costed(deployment, replicas * _unit(before.candidate, prices), simulated)
 
 
 def _unit(candidate: Candidate, prices: Mapping[str, float]) -> float:
     """Cost of one replica per hour; without prices its number of GPUs."""
     return candidate.gpus * prices.get(candidate.device, 1.0)
-
-
-def _least(bounded: Bound, demand: Demand, prices: Mapping[str, float]) -> float:
-    return bounded.fewest(demand) * _unit(bounded.candidate, prices)

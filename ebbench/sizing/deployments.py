@@ -40,7 +40,7 @@ from ebbench.runs.prepare import device_of
 from ebbench.sizing.drive import ALONE_SESSIONS
 from ebbench.sizing.limits import LatencyLimits
 from ebbench.sizing.probe import ProbeReading, ProbeTables, read_measured
-from ebbench.sizing.saturation import SESSIONS_PER_OPEN, completed_once_full, saturated_rate, shares_prefixes
+from ebbench.sizing.saturation import saturated_rate
 from ebbench.spec.run import RunSpec
 from ebbench.traffic.arrivals import substream
 from ebbench.workloads.planner import make_plan
@@ -204,16 +204,11 @@ class Stress:
 
 def bound(spec: RunSpec) -> Bound:
     """Saturated rate of one instance, or why it cannot run (the model does not fit, an invalid setting)."""
-
     candidate = candidate_of(spec)
-
-    def loop(concurrency: int) -> tuple[float, bool]:
-        plan = _plan(spec, "saturated", SESSIONS_PER_OPEN * concurrency, max_concurrency=concurrency)
-        return completed_once_full(_simulated(spec, plan).requests, plan, concurrency), shares_prefixes(plan)
-
     try:
         check_options(spec.server, [parse_policy(spec.policy)])
-        saturated = saturated_rate(loop, candidate.dp * candidate.max_num_seqs)
+        seqs = candidate.dp * candidate.max_num_seqs
+        saturated = saturated_rate(spec, lambda plan: _simulated(spec, plan).requests, seqs)
         return Bound(candidate, saturated.per_s or math.inf)
     except UsageError as error:
         return Bound(candidate, refused=fact("cannot_run", error=str(error)))
@@ -317,16 +312,11 @@ def _share(demand: Demand, spec: RunSpec, replicas: int) -> ProbeReading:
         if spec.plan.scenario in (None, "poisson") or replicas == 1:
             return _run(demand, spec, _plan(spec, None, sessions, request_rate=rate), rate)
         plan = _plan(spec, None, sessions * replicas, request_rate=rate * replicas)
-        return _run(demand, spec, _random_share(plan, 1 / replicas, spec.plan.seed), rate)
+        session = plan.table["session"].to_numpy()
+        chosen = substream(spec.plan.seed, "plan/share").random(int(session.max()) + 1) < (1 / replicas)
+        return _run(demand, spec, replace(plan, table=plan.table.filter(bits(chosen[session]))), rate)
 
     return _long_enough(run, demand.sessions)
-
-
-def _random_share(plan: Plan, share: float, seed: int) -> Plan:
-    """The sessions of an open loop that random dispatch sends to one of several replicas."""
-    session = plan.table["session"].to_numpy()
-    chosen = substream(seed, "plan/share").random(int(session.max()) + 1) < share
-    return replace(plan, table=plan.table.filter(bits(chosen[session])))
 
 
 def _simulate_whole(demand: Demand, spec: RunSpec, replicas: int, factor: float) -> ProbeReading:

@@ -24,24 +24,6 @@ OTHERS = ""
 PERCENTILE = Setting("share of the requests", unit="percent", at_least=1, at_most=99.9, example=99)
 
 
-@dataclass(frozen=True)
-class Tail:
-    """``share`` of the requests, of a class if one is named, must have ``metric`` at or below ``limit_ms``."""
-
-    metric: str
-    share: float
-    limit_ms: float
-    of_class: str = ""
-
-    @property
-    def name(self) -> str:
-        """The latency, after the class whose requests it is of."""
-        return _named(self.metric, self.of_class)
-
-    def __str__(self) -> str:
-        return f"{self.name}:p{100 * self.share:g}:{self.limit_ms:g}"
-
-
 def _named(metric: str, of_class: str | None) -> str:
     return f"{of_class}:{metric}" if of_class else metric
 
@@ -52,7 +34,7 @@ class LatencyLimits:
 
     slo: Slo
     attainment: float
-    tails: tuple[Tail, ...] = ()
+    tails: tuple[Requirement, ...] = ()
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -74,10 +56,7 @@ class LatencyLimits:
                 for of, slo in joint.items()
                 if slo
             ),
-            *(
-                Requirement(tail.name, tail.share, tail.of_class or None, slo_from_limits({tail.metric: tail.limit_ms}))
-                for tail in self.tails
-            ),
+            *self.tails,
         )
 
     def masks(self, columns: RequestColumns) -> list[Mask]:
@@ -103,7 +82,7 @@ def parse_limits(texts: Iterable[str], attainment: float) -> LatencyLimits:
     if not 0 < attainment < 1:
         raise UsageError(f"--attainment is a share between 0 and 1, such as 0.95, not {attainment:g}")
     joint: list[str] = []
-    tails: list[Tail] = []
+    tails: list[Requirement] = []
     for name, part in pairs_by_class(texts):
         if part.count(":") == 2:
             tails.append(_tail(part, name))
@@ -125,23 +104,21 @@ def limits_of(asked: LimitedCommand, workload: str) -> LatencyLimits:
 
 def _refuse_implied(limits: LatencyLimits) -> None:
     """Raise UsageError for a limit that another one of the same latency implies, which decides nothing."""
-    given = []
-    for name, limit in limits.slo.limits().items():
-        of_class, _, metric = name.rpartition(":")
-        given.append((Tail(metric, limits.attainment, limit, of_class), f"{name}:{limit:g}"))
-    given += [(tail, str(tail)) for tail in limits.tails]
-    for place, (tail, text) in enumerate(given):
-        for other_tail, stricter in given[:place] + given[place + 1 :]:
+    given = [(name, limits.attainment, limit, f"{name}:{limit:g}") for name, limit in limits.slo.limits().items()]
+    given += [(tail.name, tail.share, min(tail.slo.limits().values()), str(tail)) for tail in limits.tails]
+    for place, (name, share, limit_ms, text) in enumerate(given):
+        for other_name, other_share, other_ms, stricter in given[:place] + given[place + 1 :]:
             if text == stricter:
                 raise UsageError(f"--goodput: {text} is given twice; give it once")
-            if other_tail.name == tail.name and other_tail.share >= tail.share and other_tail.limit_ms <= tail.limit_ms:
+            if other_name == name and other_share >= share and other_ms <= limit_ms:
                 raise UsageError(f"--goodput: where {stricter} is met, {text} is met too; leave one of them out")
 
 
-def _tail(text: str, of_class: str = "") -> Tail:
+def _tail(text: str, of_class: str) -> Requirement:
     metric, percentile, limit = text.split(":")
     (limit_ms,) = named_settings(f"{metric}:{limit}", METRICS, "--goodput", noun="metric", equals=":").values()
     if not percentile.startswith("p"):
         raise UsageError(f"--goodput: {text!r} needs a percentile, e.g. {metric}:p99:{limit}")
     percent = value_of("p", percentile.removeprefix("p"), PERCENTILE, f"--goodput: percentile of {text}", equals="")
-    return Tail(metric, percent / 100, limit_ms, of_class)
+    slo = slo_from_limits({metric: limit_ms})
+    return Requirement(_named(metric, of_class), percent / 100, of_class or None, slo)

@@ -37,12 +37,12 @@ from ebbench.spec.server import VIRTUAL_TIME
 from ebbench.workloads.planner import make_plan
 
 if TYPE_CHECKING:
-    from ebbench.config.topology import TopologySpec
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine
     from ebbench.render.documents import Console
     from ebbench.runs.prepare import Series
     from ebbench.sizing.drive import SearchOutcome
+    from ebbench.spec.run import RunSpec
 
 
 # The rate at which a system that is never idle completes sessions, from closed loops in simulation.
@@ -69,12 +69,19 @@ class Saturated(NamedTuple):
     concurrency: int
 
 
-def saturated_rate(loop: Callable[[int], tuple[float, bool]], max_num_seqs: int) -> Saturated:
-    """The saturated rate of an engine whose batches hold ``max_num_seqs`` sequences.
+def saturated_rate(spec: RunSpec, simulated: Callable[[Plan], pa.Table], max_num_seqs: int) -> Saturated:
+    """The saturated rate of an engine whose batches hold ``max_num_seqs`` sequences, under the run's workload.
 
-    ``loop``: carries out a closed loop with a number of open sessions; returns the sessions/s that it completed
-    (:func:`completed_once_full`), and whether requests share prefixes (:func:`shares_prefixes`).
+    ``simulated``: carries out a plan; returns its requests.
     """
+
+    def loop(concurrency: int) -> tuple[float, bool]:
+        sessions = SESSIONS_PER_OPEN * concurrency
+        plan = make_plan(spec.changed(scenario="saturated", num_prompts=sessions, max_concurrency=concurrency).plan)
+        # Turns of a session find prefixes of others in the cache, and hashed blocks may.
+        shares = bool(np.any(plan.table["turn"])) or plan.table["hash_ids"].null_count < len(plan)
+        return completed_once_full(simulated(plan), plan, concurrency), shares
+
     concurrency = 2 * max_num_seqs
     rate, shared = loop(concurrency)
     best = Saturated(rate, concurrency)
@@ -100,11 +107,6 @@ def completed_once_full(requests: pa.Table, plan: Plan, concurrency: int) -> flo
     return completed_sessions_per_s(columns, later or windows)
 
 
-def shares_prefixes(plan: Plan) -> bool:
-    """Whether requests of the plan may find prefixes of others in the cache: turns of a session, or hashed blocks."""
-    return bool(np.any(plan.table["turn"])) or plan.table["hash_ids"].null_count < len(plan)
-
-
 BUDGET_S = 600.0
 """Longest measurement in real time."""
 _SESSIONS, _ALONE, _PER_OPEN = 60, 4, 4
@@ -127,18 +129,15 @@ def with_saturation(
         saturation = _simulated(series, engine, device)
     else:
         most = 2 * series.spec.server.max_num_seqs if engine.name == "vllm" else None
-        folder = _folder(series, beside)
+        folder = (  # beside the command's output directory
+            default_run_dir(series.spec.plan.workload, "saturation")
+            if beside is None
+            else unused(beside.with_name(f"{beside.name}-saturation"))
+        )
         say(saturation_begins(series.spec.plan.scenario, BUDGET_S, most, folder))
         saturation = _measured(series, engine, device, messages, folder, most, quiet=quiet)
     say(saturation.worded(SATURATION))
     return replace(series, spec=series.spec.changed(saturation_rate=saturation.values["rate"]))
-
-
-def _units(topology: TopologySpec) -> int:
-    """Number of scheduling units that decode."""
-    pool = topology.decode or topology.replicas
-    assert pool is not None  # a topology has either
-    return pool.units
 
 
 def _simulated(series: Series, engine: Engine, device: Device) -> Fact:
@@ -146,15 +145,12 @@ def _simulated(series: Series, engine: Engine, device: Device) -> Fact:
     spec, policy = without_load(series.spec), series.policies[0]
     simulator = engine if isinstance(engine, SimEngine) else SimEngine()
 
-    def loop(concurrency: int) -> tuple[float, bool]:
-        sessions = SESSIONS_PER_OPEN * concurrency
-        plan = make_plan(replace(spec.plan, scenario="saturated", max_concurrency=concurrency, num_prompts=sessions))
+    def simulated(plan: Plan) -> pa.Table:
         _, result = run_plan(simulator, plan, policy, device, replace(spec.server, warmup=0), stoppable(None))
-        result = result.uninterrupted()
-        return completed_once_full(result.requests, plan, concurrency), shares_prefixes(plan)
+        return result.uninterrupted().requests
 
-    units = _units(simulator.topology) if simulator.topology is not None else 1
-    saturated = saturated_rate(loop, units * spec.server.max_num_seqs)
+    pool = None if simulator.topology is None else simulator.topology.decode or simulator.topology.replicas
+    saturated = saturated_rate(spec, simulated, (1 if pool is None else pool.units) * spec.server.max_num_seqs)
     if not saturated.per_s:
         raise UsageError(
             f"saturation could not be measured: {spec.plan.workload} has too few sessions to fill a batch; give "
@@ -210,10 +206,3 @@ def read_saturation(outcome: SearchOutcome, policy: str, seconds: float) -> Fact
 
 def _rounded(rate: float) -> float:
     return float(np.format_float_positional(rate, precision=4, fractional=False)) if rate else rate
-
-
-def _folder(series: Series, beside: Path | None) -> Path:
-    """Where the runs of the measurement are stored: beside the command's output directory."""
-    if beside is None:
-        return default_run_dir(series.spec.plan.workload, "saturation")
-    return unused(beside.with_name(f"{beside.name}-saturation"))

@@ -87,8 +87,6 @@ GRID, EFFORT = "Grid of step times", "How much is measured"
 
 DEFAULTS: Mapping[str, Any] = {"engine": "auto"}
 """Defaults of commands that run on any engine; a run's own defaults are the simulator's."""
-
-
 OF_A_SERVER = (
     "assume_decoder", "assume_kernels", "max_model_len", "gpu_memory_utilization", "quantization", "kv_cache_dtype",
     *ONLY_SIMULATED, "scheduling_policy",
@@ -110,8 +108,6 @@ SET_BY_SEARCH = (
     "think_time", "tool_time", "tool_share", "sub_agents", "abandon_after", "thinking_len", "lora_assignment", "images",
 )  # fmt: skip
 """Settings that a search of `ebbench capacity` does not take: it sets the load."""
-
-
 _GOODPUT = "Limits in ms: ttft:2000 tpot:50 e2el:9000, met by --attainment of the requests; or ttft:p99:2000."
 _ARRIVALS = "Arrivals: poisson (default), gamma, constant, or trace: a log's or fitted workload's own, scaled."
 

@@ -118,7 +118,12 @@ def parse_speculative(text: str) -> Speculative:
             f"{OPTION}: acceptance has {len(rates)} rates for {most} drafted tokens; give at most one per token"
         )
     tokens = tokens or len(rates)
-    return Speculative(method, tokens, _continued(rates, tokens))
+    before = rates[-2] if len(rates) > 1 else 1.0
+    share = rates[-1] / before if before else 0.0
+    continued = list(rates)
+    while len(continued) < tokens:
+        continued.append(continued[-1] * share)
+    return Speculative(method, tokens, tuple(continued))
 
 
 def served_drafts(vllm_options: Sequence[str]) -> dict[str, Any]:
@@ -264,16 +269,6 @@ def _measured(path: Path) -> tuple[float, ...]:
     if not rates:
         raise UsageError(f"{OPTION}: {path} has no acceptance rates by position")
     return _checked(rates)
-
-
-def _continued(rates: tuple[float, ...], tokens: int) -> tuple[float, ...]:
-    """The rates of all positions: further drafted tokens are accepted as often, given those before, as the last one."""
-    before = rates[-2] if len(rates) > 1 else 1.0
-    share = rates[-1] / before if before else 0.0
-    continued = list(rates)
-    while len(continued) < tokens:
-        continued.append(continued[-1] * share)
-    return tuple(continued)
 
 
 # The free constants of a device and model, which a run may replace.

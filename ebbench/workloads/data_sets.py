@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from ebbench.errors import EbbenchError, InputFileError, RunError, UsageError
+from ebbench.errors import EbbenchError, InputFileError, UsageError
 from ebbench.records.files import user_cache
 from ebbench.records.warnings import warning
 from ebbench.traffic.arrivals import substream
@@ -260,11 +260,7 @@ def _histories(sample: _Sample, output_tokens: Int32s, counter: TokenCounter) ->
 # the same workload needs no network.
 
 PROBE_S = 3.0
-
-
 _DEFAULT_ENDPOINT = "https://huggingface.co"
-
-
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -373,25 +369,15 @@ def from_file(workload: WorkloadSpec, path: Path, selection: Selection) -> Reque
     """Requests from the records of a file. Raises InputFileError if none passes the workload's rules."""
     assert workload.records is not None  # checked by _check
     rules = workload.records
-    requests = _select(
+    requests, _ = _select(
         read_file(path, [field.encode_name for field in msgspec.structs.fields(_KINDS[rules.schema].struct)]),
         str(path),
         rules,
         selection,
-    ).requests
+    )
     if not len(requests):
         raise InputFileError(path, f"holds no {rules.schema} record that passes the selection rules of {workload.name}")
     return _described(requests, f"file:{path}", "asked for", selection)
-
-
-def from_hub(workload: WorkloadSpec, selection: Selection) -> Requests:
-    """Requests from the hub. Raises RunError if it cannot serve the data set."""
-    try:
-        return read_hub(workload, selection)
-    except UnreadableError as error:
-        raise RunError(
-            f"--source hub: {error}; use --source profile for lengths from published statistics, or file:PATH"
-        ) from None
 
 
 class UnreadableError(EbbenchError):
@@ -400,51 +386,37 @@ class UnreadableError(EbbenchError):
 
 def read_hub(workload: WorkloadSpec, selection: Selection) -> Requests:
     """Requests from the hub, or from what was kept of it. Raises UnreadableError."""
-    assert workload.hub is not None  # checked by _check
-    assert workload.records is not None
+    hub, rules = workload.hub, workload.records
+    assert hub is not None  # checked by _check
+    assert rules is not None
     # The tokenizer is part of the key: some rules select records by token counts.
-    key = f"{msgspec.json.encode(workload.records).decode()}|{selection.tokenizer}"
-    cache = Cache(user_cache() / "datasets", key, workload.hub)
+    key = f"{msgspec.json.encode(rules).decode()}|{selection.tokenizer}"
+    cache = Cache(user_cache() / "datasets", key, hub)
     kept = cache.find(selection.sessions)
     if kept is not None:
-        taken = _select(read_file(kept, ()), str(kept), workload.records, selection)
-        return _described(taken.requests, "hub", f"{workload.hub.dataset}, read before and kept in {kept}", selection)
-    reason = why_unreachable(workload.hub)
+        requests, _ = _select(read_file(kept, ()), str(kept), rules, selection)
+        return _described(requests, "hub", f"{hub.dataset}, read before and kept in {kept}", selection)
+    reason = why_unreachable(hub)
     if reason is not None:
         raise UnreadableError(reason)
-    taken = _stream_hub(workload, selection)
-    complete = taken.requests.sessions < selection.sessions
-    with suppress(OSError):  # a cache that cannot be written only costs time later
-        cache.keep(taken.records, None if complete else selection.sessions)
-    return _described(taken.requests, "hub", f"{workload.hub.dataset}, first records of the hub's files", selection)
-
-
-def _stream_hub(workload: WorkloadSpec, selection: Selection) -> _Taken:
-    assert workload.hub is not None
-    assert workload.records is not None
     try:
-        taken = _select(stream(workload.hub), workload.hub.dataset, workload.records, selection)
+        requests, records = _select(stream(hub), hub.dataset, rules, selection)
     except UsageError as error:
         raise UnreadableError(f"the data set on the hub is not as expected: {error}") from None
     except Exception as error:  # datasets, huggingface_hub, fsspec, aiohttp and httpx have no common base class
         first = next(iter(str(error).splitlines()), "")
-        raise UnreadableError(
-            f"{workload.hub.dataset} cannot be read: {type(error).__name__}: {first[:200]}"
-        ) from error
-    if not len(taken.requests):
-        raise UnreadableError(f"{workload.hub.dataset} holds no record that passes the selection rules")
-    return taken
+        raise UnreadableError(f"{hub.dataset} cannot be read: {type(error).__name__}: {first[:200]}") from error
+    if not len(requests):
+        raise UnreadableError(f"{hub.dataset} holds no record that passes the selection rules")
+    with suppress(OSError):  # a cache that cannot be written only costs time later
+        cache.keep(records, None if requests.sessions < selection.sessions else selection.sessions)
+    return _described(requests, "hub", f"{hub.dataset}, first records of the hub's files", selection)
 
 
-@dataclass
-class _Taken:
+def _select(
+    records: Iterable[FileRecord], name: str, rules: Records, selection: Selection
+) -> tuple[Requests, list[Any]]:
     """Requests, and the records (reduced, in the data set's schema) that they come from."""
-
-    requests: Requests
-    records: list[Any] = field(default_factory=list)
-
-
-def _select(records: Iterable[FileRecord], name: str, rules: Records, selection: Selection) -> _Taken:
     used: list[Any] = []
 
     def talks() -> Iterator[Conversation]:
@@ -458,7 +430,7 @@ def _select(records: Iterable[FileRecord], name: str, rules: Records, selection:
     cut = substream(selection.seed, "content/cut")
     requests = sample_requests(talks(), rules, counter, selection.sessions, cut, selection.with_text)
     facts = {"token_counts": counter.description}
-    return _Taken(replace(requests, facts=facts, warnings=counter.warnings), used)
+    return replace(requests, facts=facts, warnings=counter.warnings), used
 
 
 def _described(requests: Requests, source: str, reason: str, selection: Selection) -> Requests:

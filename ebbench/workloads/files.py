@@ -6,15 +6,15 @@ import codecs
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 from ebbench.errors import InputFileError
 from ebbench.foreign.documents import (
-    BLANK_LINES,
     COLUMNS,
     DEPTH,
     DOCUMENT_BYTES,
@@ -59,12 +59,31 @@ def read_file(path: Path, columns: Sequence[str]) -> Iterator[FileRecord]:
 
 
 def read_json(stream: IO[bytes], name: str) -> Iterator[FileRecord]:
-    """Records of a JSON array or of JSON lines, read in pieces of 1 MiB. Raises InputFileError."""
-    text = _Text(stream, name)
-    text.skip_white()
-    if text.peek() == "":
+    """Records of a JSON array, read in pieces of 1 MiB, or of JSON lines. Raises InputFileError."""
+    if _begins_array(stream):
+        return _array(_Text(stream, name))
+    records = _json_lines(name, stream)
+    if (first := next(records, None)) is None:
         raise InputFileError(name, "is empty; expected a JSON array, JSON lines or Parquet")
-    return _array(text) if text.peek() == "[" else _lines(text)
+    return chain((first,), records)
+
+
+def _begins_array(stream: IO[bytes]) -> bool:
+    """Whether a stream's text begins with a bracket; leaves the stream at its beginning."""
+    text = b""
+    while not text and (piece := stream.read(1024)):
+        text = piece.lstrip(b"\xef\xbb\xbf \t\r\n")
+    stream.seek(0)
+    return text.startswith(b"[")
+
+
+def _json_lines(path: Path | str, stream: IO[bytes]) -> Iterator[FileRecord]:
+    for number, (line, row) in enumerate(read_lines(path, stream), start=1):
+        try:
+            yield FileRecord(line, number, json_value(row))
+        except BadValueError as error:
+            hint = "; a file with one JSON object over several lines must be an array" if row.strip() == b"{" else ""
+            raise InputFileError(path, f"{error}{hint}", line) from None
 
 
 def read_parquet(stream: IO[bytes], name: str, columns: Sequence[str] | None) -> Iterator[FileRecord]:
@@ -134,6 +153,7 @@ _decoder = json.JSONDecoder(object_pairs_hook=with_unique_keys)
 
 
 def _array(text: _Text) -> Iterator[FileRecord]:
+    text.skip_white()
     text.advance(text.at + 1)
     index = 0
     while True:
@@ -175,36 +195,6 @@ def _value(text: _Text, index: int) -> Any:
             continue  # a number may continue in the next piece
         text.advance(end)
         return value
-
-
-def _lines(text: _Text) -> Iterator[FileRecord]:
-    index = blank = 0
-    while text.peek():
-        end = text.window.find("\n", text.at)
-        while end < 0:
-            looked_at = len(text.window) - text.at
-            if not text.grow():
-                break
-            end = text.window.find("\n", text.at + looked_at)
-        end = len(text.window) if end < 0 else end
-        row = text.window[text.at : end].strip()
-        blank += not row
-        if row:
-            index += 1
-            yield FileRecord(text.line, index, _row(text, row))
-        elif blank > BLANK_LINES:
-            raise InputFileError(text.name, f"has more than {BLANK_LINES:,} empty lines; remove them", text.line)
-        text.advance(min(end + 1, len(text.window)))
-        if text.at == len(text.window):
-            text.fill()
-
-
-def _row(text: _Text, row: str) -> Any:
-    try:
-        return json_value(row.encode())
-    except BadValueError as error:
-        hint = "; a file with one JSON object over several lines must be an array" if row == "{" else ""
-        raise InputFileError(text.name, f"{error}{hint}", text.line) from None
 
 
 # Opens a log of requests in any of its file formats and yields its records with their line numbers.
@@ -263,7 +253,7 @@ class LogFile:
         """All records in order. Raises InputFileError with the line."""
         if self.parts:
             return chain.from_iterable(file.records() for file in self.files())
-        return _READERS[self.kind](self.path)
+        return _read(self.path, self.kind)
 
 
 def log_files(path: Path) -> tuple[Path, ...]:
@@ -278,7 +268,7 @@ def open_log(path: Path) -> LogFile:
     if path.is_dir():
         return _open_folder(path)
     kind = _kind_of(path)
-    sample = tuple(islice(_READERS[kind](path), _SAMPLE))
+    sample = tuple(islice(_read(path, kind), _SAMPLE))
     if not sample:
         raise InputFileError(path, "holds no requests, only a header" if kind == "CSV" else "holds no requests")
     names: set[str] = set()
@@ -296,7 +286,7 @@ def _open_folder(path: Path) -> LogFile:
     if not parts:
         raise InputFileError(path, f"is a folder without files that end in {', '.join(_IN_FOLDERS)}")
     first = open_log(parts[0])
-    sample = chain.from_iterable(_READERS[_kind_of(part)](part) for part in parts)
+    sample = chain.from_iterable(_read(part, _kind_of(part)) for part in parts)
     return LogFile(path, first.kind, first.columns, tuple(islice(sample, _SAMPLE)), parts)
 
 
@@ -334,61 +324,45 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _json_lines(path: Path) -> Iterator[LogRecord]:
+def _read(path: Path, kind: Kind) -> Iterator[LogRecord]:
+    """The records of a file of this kind. Raises InputFileError with the line."""
     with open_unpacked(path) as stream:
-        for number, line in read_lines(path, stream):
-            try:
-                value = json_value(line)
-            except BadValueError as error:
-                raise InputFileError(path, str(error), number) from None
-            yield LogRecord(number, value if type(value) is dict else _mapping(path, number, value))
+        for line, number, value in _READERS[kind](path, stream):
+            at = number if line is None else line
+            if type(value) is not dict:
+                problem = f"expected an object with one request's columns, found {str(value)[:60]!r}"
+                raise InputFileError(path, problem, at)
+            yield LogRecord(at, value)
 
 
-def _mapping(path: Path, line: int, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise InputFileError(path, f"expected an object with one request's columns, found {str(value)[:60]!r}", line)
-    return value
-
-
-def _json(path: Path) -> Iterator[LogRecord]:
+def _json(path: Path, stream: BufferedReader) -> Iterator[FileRecord]:
     """Records of an array, or a document as one record."""
-    with open_unpacked(path) as stream:
-        start = stream.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n")
-        stream.seek(0)
-        if start.startswith(b"["):
-            for record in read_json(stream, str(path)):
-                yield LogRecord(record.line or 1, _mapping(path, record.line or 1, record.value))
-            return
-        value = json_document(path, read_rest(path, stream, DOCUMENT_BYTES))
-    yield LogRecord(1, _mapping(path, 1, value))
+    if _begins_array(stream):
+        yield from read_json(stream, str(path))
+    else:
+        yield FileRecord(1, 1, json_document(path, read_rest(path, stream, DOCUMENT_BYTES)))
 
 
-def _yaml(path: Path) -> Iterator[LogRecord]:
-    """A document as one record."""
-    with open_unpacked(path) as stream:
-        value = yaml_document(path, read_rest(path, stream, YAML_BYTES))
-    yield LogRecord(1, _mapping(path, 1, value))
+def _yaml(path: Path, stream: BufferedReader) -> Iterator[FileRecord]:
+    yield FileRecord(1, 1, yaml_document(path, read_rest(path, stream, YAML_BYTES)))
 
 
-def _parquet(path: Path) -> Iterator[LogRecord]:
-    with open_unpacked(path) as stream:
-        # A stream that is unpacked cannot be read from its end, as Parquet is.
-        whole = stream if isinstance(stream.raw, io.FileIO) else io.BytesIO(read_rest(path, stream, DOCUMENT_BYTES))
-        for record in read_parquet(whole, str(path), None):
-            yield LogRecord(record.number, record.value)
+def _parquet(path: Path, stream: BufferedReader) -> Iterator[FileRecord]:
+    # A stream that is unpacked cannot be read from its end, as Parquet is.
+    whole = stream if isinstance(stream.raw, io.FileIO) else io.BytesIO(read_rest(path, stream, DOCUMENT_BYTES))
+    return read_parquet(whole, str(path), None)
 
 
-def _csv(path: Path) -> Iterator[LogRecord]:
-    with open_unpacked(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
+def _csv(path: Path, stream: BufferedReader) -> Iterator[FileRecord]:
+    with io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
         rows = csv_rows(path, text)
         try:
             line, names = next(rows)
             if names[0] == "Run Info":
-                raise InputFileError(
-                    path, "is GuideLLM's CSV, which holds totals; its requests are in benchmarks.json", 1
-                )
+                problem = "is GuideLLM's CSV, which holds totals; its requests are in benchmarks.json"
+                raise InputFileError(path, problem, 1)
             for line, row in rows:
-                yield LogRecord(line, dict(zip(names, row, strict=True)))
+                yield FileRecord(line, line, dict(zip(names, row, strict=True)))
         except UnicodeDecodeError as error:
             raise not_text(path, error) from None
 
@@ -399,28 +373,9 @@ _CLOCK = re.compile(r"\[(\d\d/\w{3}/\d{4}:\d\d:\d\d:\d\d [+-]\d{4})\]|(?:^|\s)\"
 _REQUEST = re.compile(r"\"(?P<request>[A-Z]++ [^\s\"]++ HTTP/[\d.]++)\" (?P<status>\d{3})")
 _FIELD = re.compile(r"\[[^\[\]]*+\]|\"(?:[^\"\\]|\\.)*+\"|\S++")
 _PAIR = re.compile(r"(?<![\w.@-])-*+([A-Za-z_@][\w.\-]*+)[=:](\"[^\"]*+\"|[^\s,;\"]++)")
-
-
 _MOST_FIELDS = 500
 """Fields and pairs that are looked at of a line of more than ``_LONG_LINE`` characters."""
 _LONG_LINE = 4000
-
-
-def _access_log(path: Path) -> Iterator[LogRecord]:
-    with open_unpacked(path) as stream:
-        for number, data in read_lines(path, stream):
-            # By number, by name as ``name=value``, and what every access log has: its clock and its request.
-            line = decoded(path, data, number)
-            parts = _first(_FIELD, line)
-            fields: dict[str, Any] = {str(place): part.strip('"[]') for place, part in enumerate(parts, start=1)}
-            clock, request = _CLOCK.search(line), _REQUEST.search(line)
-            if clock is not None and clock[1]:
-                fields["time_local"] = clock[1]
-            if request is not None:
-                fields |= request.groupdict()
-                line = line[request.end() :]
-            fields |= {name: value.strip('"') for name, value in _first(_PAIR, line)}
-            yield LogRecord(number, fields)
 
 
 def _first(pattern: re.Pattern[str], line: str) -> list[Any]:
@@ -430,7 +385,23 @@ def _first(pattern: re.Pattern[str], line: str) -> list[Any]:
     return [match.groups() or match[0] for match in islice(pattern.finditer(line), _MOST_FIELDS)]
 
 
-_READERS = {
+def _access_log(path: Path, stream: BufferedReader) -> Iterator[FileRecord]:
+    for number, data in read_lines(path, stream):
+        # By number, by name as ``name=value``, and what every access log has: its clock and its request.
+        line = decoded(path, data, number)
+        parts = _first(_FIELD, line)
+        fields: dict[str, Any] = {str(place): part.strip('"[]') for place, part in enumerate(parts, start=1)}
+        clock, request = _CLOCK.search(line), _REQUEST.search(line)
+        if clock is not None and clock[1]:
+            fields["time_local"] = clock[1]
+        if request is not None:
+            fields |= request.groupdict()
+            line = line[request.end() :]
+        fields |= {name: value.strip('"') for name, value in _first(_PAIR, line)}
+        yield FileRecord(number, number, fields)
+
+
+_READERS: Mapping[Kind, Callable[[Path, BufferedReader], Iterator[FileRecord]]] = {
     "JSON lines": _json_lines,
     "JSON": _json,
     "YAML": _yaml,

@@ -171,17 +171,20 @@ class Definition:
     time_is_end: bool = False
 
 
-def with_columns(name: str, expected: str, fields: tuple[str, ...], definition: Definition) -> TraceFormat:
-    """A format that is recognised by having all of ``fields`` (names compared as plain names)."""
+def with_columns(
+    name: str, expected: str, fields: tuple[str, ...], definition: Definition = Definition(),
+    recognises: Callable[[LogFile], bool] | None = None,
+) -> TraceFormat:  # fmt: skip
+    """A format of records with columns; by default recognised by having all of ``fields`` (compared as plain names)."""
 
-    def recognises(log: LogFile) -> bool:
+    def has_fields(log: LogFile) -> bool:
         names = {plain_name(column) for column in names_in(record.value for record in log.sample)}
         return all(plain_name(column) in names for column in fields)
 
     def read(log: LogFile, options: ReadOptions) -> Reading:
         return read_columns(log, options, definition)
 
-    return TraceFormat(name, expected, fields, recognises, read, choices=CHOICES)
+    return TraceFormat(name, expected, fields, recognises or has_fields, read, choices=CHOICES)
 
 
 def read_columns(log: LogFile, options: ReadOptions, definition: Definition) -> Reading:

@@ -127,8 +127,6 @@ def _unsuccessful(value: Any) -> str:
 
 
 _UNSUCCESSFUL = {"false", "f", "no", "n", "0", "0.0", "failed", "error", "ko"}
-
-
 ALIASES: Mapping[str, tuple[str, ...]] = msgspec.convert(
     read_toml(Path(__file__).with_name("log_columns.toml")), dict[str, tuple[str, ...]]
 )

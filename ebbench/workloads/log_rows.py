@@ -99,18 +99,15 @@ class Collected:
                 str(row.session) if isinstance(row.session, list | dict) else row.session, len(self._codes)
             )
             _put(self.session, len(self.line), code, _NO_SESSION)
-        if row.turn is not None:
-            _put(self.turn, len(self.line), row.turn, _UNKNOWN)
         if row.end is not None and row.stamp is not None and row.end.value < row.stamp.value:
             earlier, line = self.early_ends or (0, row.line)
             self.early_ends = (earlier + 1, line)
         elif row.end is not None:
             _put(self.ends, len(self.line), row.end.value - self.times.base, _UNKNOWN)
-        if row.duration_s is not None:
-            _put(self.durations, len(self.line), row.duration_s, _UNKNOWN)
-        if row.pause_s is not None:
-            _put(self.pauses, len(self.line), row.pause_s, _UNKNOWN)
-        for said, column in ((row.brings_results, self.brings_results), (row.calls_tools, self.calls_tools)):
+        for column, said in (
+            (self.turn, row.turn), (self.durations, row.duration_s), (self.pauses, row.pause_s),
+            (self.brings_results, row.brings_results), (self.calls_tools, row.calls_tools),
+        ):  # fmt: skip
             if said is not None:
                 _put(column, len(self.line), float(said), _UNKNOWN)
         if row.hash_ids is not None:
@@ -127,10 +124,9 @@ class Collected:
             self.steps_by_accepted += [0] * (len(row.steps_by_accepted) - len(self.steps_by_accepted))
             for place, steps in enumerate(row.steps_by_accepted):
                 self.steps_by_accepted[place] += steps
-        if row.prompt is not None:
-            _put(self.prompts, len(self.line), row.prompt, None)
-        if row.request_class is not None:
-            _put(self.classes, len(self.line), row.request_class, None)
+        for texts, text in ((self.prompts, row.prompt), (self.classes, row.request_class)):
+            if text is not None:
+                _put(texts, len(self.line), text, None)
 
     def drop(self, row: Dropped) -> None:
         """Count a row that is left out."""

@@ -33,8 +33,6 @@ _OF_A_CLASS = {
     for name, declared in declared_in(PlanOptions).items()
     if declared.option is not None and declared.option.panel in (WORKLOAD, SESSIONS) and name not in OF_THE_WHOLE
 }
-
-
 _OF_LOAD = [
     name
     for name, declared in declared_in(PlanOptions).items()
@@ -105,8 +103,6 @@ _CLASS = msgspec.defstruct(
     ],
     forbid_unknown_fields=True, frozen=True, kw_only=True,
 )  # fmt: skip
-
-
 _FILE = msgspec.defstruct(
     "Mixture",
     [("classes", dict[str, _CLASS]), ("name", str, ""), ("description", str, ""), ("num_prompts", int | None, None)],  # type: ignore[valid-type]

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 TIME_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 """Units of a trace's times, and how many of each make a second."""
-
-
 RECORDED = ("trace:", "log:")
 """Prefixes of a workload that is a file of recorded requests; both mean the same."""
 
@@ -68,7 +66,11 @@ def mixture_parts(workload: str) -> list[tuple[str, str, float]]:
     if not all(parts) or (len(words) == 1 and "=" not in workload.partition(":")[0]):
         return []
     return [
-        (part["name"] or _short_name(part["workload"]), part["workload"], float(part["share"]))
+        (
+            part["name"] or Path(part["workload"].partition(":")[2] or part["workload"]).stem,
+            part["workload"],
+            float(part["share"]),
+        )
         for part in parts
         if part
     ]
@@ -84,10 +86,6 @@ def is_mixture(workload: str) -> bool:
     from ebbench.foreign.documents import read_toml
 
     return "classes" in read_toml(path)
-
-
-def _short_name(workload: str) -> str:
-    return Path(workload.partition(":")[2] or workload).stem
 
 
 MOST_SEED = 2**63 - 1

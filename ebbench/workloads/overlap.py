@@ -79,26 +79,17 @@ class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class Starts:
     """Per later request of the sessions, in order: ``rows``; what it continues (``kind``).
 
-    ``running`` when it starts, before any is taken as ended; ``ended`` of these. ``kind_before`` and ``case_before`` of
-    the request before it.
+    ``running`` when it starts, before any is taken as ended; ``ended`` of these, which make its ``case``.
+    ``kind_before`` and ``case_before`` of the request before it.
     """
 
     rows: Int64s
     kind: Int64s
     running: Int64s
     ended: Int64s
+    case: Int64s
     kind_before: Int64s
     case_before: Int64s
-
-    @property
-    def case(self) -> Int64s:
-        """The case of each start."""
-        cases: Int64s = np.where(
-            self.ended == self.running,
-            np.where(self.running == 1, _ONLY, _ALL),
-            np.where(self.ended == 0, _NONE, _SOME),
-        )
-        return cases
 
     @property
     def overlaps(self) -> Int64s:
@@ -137,11 +128,12 @@ def find_starts(requests: Requests) -> Starts:
         running = turn - ended_by[-1].bit_count()
         kind = MAIN if stream == main else BESIDE if stream in seen else FRESH
         ended = (done & ~ended_by[-1]).bit_count()
-        columns.append((row, kind, running, ended, kind_before, case_before))
-        kind_before, case_before = kind, _case(ended, running)
+        case = _case(ended, running)
+        columns.append((row, kind, running, ended, case, kind_before, case_before))
+        kind_before, case_before = kind, case
         seen.add(stream)
         ended_by.append(done)
-    return Starts(*np.array(columns, np.int64).reshape(-1, 6).T)
+    return Starts(*np.array(columns, np.int64).reshape(-1, 7).T)
 
 
 def fit_overlap(starts: Starts, s_per_output_token: float, **others: Any) -> Overlap:

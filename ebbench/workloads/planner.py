@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.config.declare import MOST_SECONDS, named_settings, settings_of
-from ebbench.errors import UnknownNameError, UsageError
+from ebbench.errors import RunError, UnknownNameError, UsageError
 from ebbench.records.plan import Plan, with_block_tokens
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.records.warnings import RunWarning, warning
@@ -196,30 +196,6 @@ def with_adapters(requests: Requests, assignment: str, seed: int) -> Requests:
     return replace(requests, lora=lora, facts=facts)
 
 
-def with_images(requests: Requests, text: str) -> Requests:
-    """Put images, as ``tokens=256,count=2,side=448``, at the beginning of every prompt. Raises UsageError.
-
-    Later turns repeat those of their session.
-    """
-    given: dict[str, Any] = named_settings(text, settings_of(ImageSettings), "--images")
-    if "tokens" not in given:
-        raise UsageError("--images needs tokens, what one image is in your model's prompt, as in tokens=256,count=2")
-    images = ImageSettings(**given)
-    if requests.hash_ids is not None:
-        raise UsageError(
-            "hash ids (of a trace, --prefix-share or --cache-hit-rate) name the beginnings of these prompts, which "
-            "images would shift; leave out --images"
-        )
-    more = images.count * images.tokens
-    described = f"{images.count} of {images.tokens} tokens, {images.side} x {images.side} pixels"
-    return replace(
-        requests,
-        input_tokens=(requests.input_tokens + more).astype(np.int32),
-        images=[images] * len(requests),
-        facts={**requests.facts, "images": described},
-    )
-
-
 # Statistics of a plan: means, percentiles and the decode share.
 
 PERCENTILES = (5, 50, 95, 99)
@@ -343,7 +319,25 @@ def _single(options: PlanOptions, scenario: ScenarioSpec | None = None) -> tuple
     if options.shares_prefixes:
         requests = with_shared_prefixes(requests, options)
     if options.images is not None:
-        requests = with_images(requests, options.images)
+        given: dict[str, Any] = named_settings(options.images, settings_of(ImageSettings), "--images")
+        if "tokens" not in given:
+            raise UsageError(
+                "--images needs tokens, what one image is in your model's prompt, as in tokens=256,count=2"
+            )
+        images = ImageSettings(**given)
+        if requests.hash_ids is not None:
+            raise UsageError(
+                "hash ids (of a trace, --prefix-share or --cache-hit-rate) name the beginnings of these prompts, which "
+                "images would shift; leave out --images"
+            )
+        more = images.count * images.tokens
+        described = f"{images.count} of {images.tokens} tokens, {images.side} x {images.side} pixels"
+        requests = replace(
+            requests,
+            input_tokens=(requests.input_tokens + more).astype(np.int32),
+            images=[images] * len(requests),
+            facts={**requests.facts, "images": described},
+        )
     if options.lora_assignment is not None:
         requests = with_adapters(requests, options.lora_assignment, options.seed)
     if options.priorities is not None:
@@ -601,11 +595,7 @@ def _gather(workload: WorkloadSpec, profile: Profile, source: str, selection: Se
         from ebbench.workloads.data_sets import from_file
 
         return from_file(workload, Path(source.removeprefix("file:")).expanduser(), selection)
-    if source == "hub":
-        from ebbench.workloads.data_sets import from_hub
-
-        return from_hub(workload, selection)
-    if workload.fitted is not None and not selection.lengths_set:
+    if source != "hub" and workload.fitted is not None and not selection.lengths_set:
         from ebbench.workloads.fitted import draw_fitted
 
         facts = {"source": "fitted", "source_reason": f"distributions in the file of {workload.name}"}
@@ -617,13 +607,16 @@ def _gather(workload: WorkloadSpec, profile: Profile, source: str, selection: Se
         return _from_profile(profile, selection, "synthetic workload")
     if selection.lengths_set:
         return _from_profile(profile, selection, "lengths were set")
-    if workload.hub is None:
+    if workload.hub is None:  # which _check_source refuses for source hub
         return _from_profile(profile, selection, "the workload's file names no data set on the hub")
     from ebbench.workloads.data_sets import UnreadableError, read_hub
 
     try:
         return read_hub(workload, selection)
     except UnreadableError as error:
+        if source == "hub":
+            remedy = "use --source profile for lengths from published statistics, or file:PATH"
+            raise RunError(f"--source hub: {error}; {remedy}") from None
         published = warning("published-lengths", workload=workload.name, why=str(error))
         return _from_profile(profile, selection, str(error), (published,))
 

@@ -186,7 +186,6 @@ class Requests:
 
 
 def _taken(column: Any, rows: Int64s) -> Any:
-    """The entries of a column of any kind in these rows."""
     if isinstance(column, np.ndarray):
         return column[rows]
     return (

@@ -16,12 +16,10 @@ from ebbench.records.warnings import RunWarning, warning
 from ebbench.traffic.spec import Replay
 from ebbench.workloads.files import LogFile, log_files, open_log
 from ebbench.workloads.formats_columns import (
-    CHOICES,
     DATA_SETS,
     MOST_LOOKED_AT,
     Definition,
     looks_like_values,
-    read_columns,
     with_columns,
 )
 from ebbench.workloads.formats_tools import AGENTS, TOOLS
@@ -87,29 +85,24 @@ def _is_chat(log: LogFile) -> bool:
     return any(name.rpartition(".")[2] in ("messages", "usage") for name in names)
 
 
-ACCESS_LOG = TraceFormat(
+ACCESS_LOG = with_columns(
     "access log",
     "an access log with token counts as name=value, such as prompt_tokens=812 completion_tokens=90",
     ("time_local", "request", "status"),
+    Definition(duration="s", time_is_end=True),
     lambda log: log.kind == "access log",
-    lambda log, options: read_columns(log, options, Definition(duration="s", time_is_end=True)),
-    choices=CHOICES,
 )
-CHAT_LOG = TraceFormat(
+CHAT_LOG = with_columns(
     "chat log",
     "requests and responses of an OpenAI API: messages, or usage with prompt_tokens and completion_tokens",
     ("messages", "usage"),
-    _is_chat,
-    lambda log, options: read_columns(log, options, Definition()),
-    choices=CHOICES,
+    recognises=_is_chat,
 )
-TABLE = TraceFormat(
+TABLE = with_columns(
     "table",
     "CSV, Parquet or JSON lines with columns such as timestamp, input_tokens, output_tokens",
     ("timestamp", "input_tokens", "output_tokens"),
-    lambda log: False,  # the last resort: see recognise_format
-    lambda log, options: read_columns(log, options, Definition()),
-    choices=CHOICES,
+    recognises=lambda log: False,  # the last resort: see recognise_format
 )
 _LIKE = 0.6
 """Likeness of names (0 to 1) from which a format is named as the nearest."""

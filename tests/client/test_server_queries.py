@@ -138,8 +138,8 @@ def test_a_thousand_models_are_not_all_listed() -> None:
     assert len(str(refused.value)) < 500
 
 
-def compressed_zeros(size: int) -> bytes:
-    return reply("200 OK", gzip.compress(bytes(size)), content_encoding="gzip")
+def compressed_zeros() -> bytes:
+    return reply("200 OK", gzip.compress(bytes(1 << 20), 1) * 300, content_encoding="gzip")  # gzip files put together
 
 
 async def endless_body(writer: asyncio.StreamWriter) -> None:
@@ -164,8 +164,9 @@ async def dripping(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("answer", [endless_body, endless_headers, compressed_zeros(300 << 20)])
-def test_no_answer_fills_the_memory(answer: Answer) -> None:
+@pytest.mark.parametrize("answer", [endless_body, endless_headers, None])
+def test_no_answer_fills_the_memory(answer: Answer | None) -> None:
+    answer = answer or compressed_zeros()
     pages = dict.fromkeys(("/v1/models", "/metrics", "/reset_prefix_cache"), answer)
     if answer is not endless_headers:
         pages["/health"] = answer

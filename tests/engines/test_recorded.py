@@ -48,7 +48,6 @@ def test_tables_in_the_stored_schemas_and_times_from_the_start(tmp_path: Path) -
     found = read_recording(tmp_path, planned_name("x-", ["a", "b"]), start_ns=1000)
     assert found.steps.schema == STEPS
     assert found.decisions.schema == DECISIONS
-    assert found.policies == {"eb:k=2"}
     first, second = found.steps.to_pylist()
     assert (first["request_ids"], first["request_tokens"], first["phase"]) == (["a", "b"], [4, 5], "prefill")
     assert (second["request_ids"], second["request_tokens"], second["phase"]) == (["b"], [1], "decode")

@@ -120,7 +120,8 @@ def test_a_number_of_thousands_of_digits_is_refused(tmp_path: Path, read: Read, 
 @pytest.mark.parametrize("read", READERS)
 def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path: Path, read: Read) -> None:
     path = tmp_path / "latin"
-    path.write_bytes('{"a":\n "\xe9"}'.encode("latin1"))
+    text = '{"a":\n "\xe9"}'  # for a data set in an array: its lines are read one by one
+    path.write_bytes((f"[{text}]" if read is a_data_set else text).encode("latin1"))
     with pytest.raises(InputFileError, match=r"UTF-8") as caught:
         read(path)
     assert caught.value.line == 2
@@ -129,19 +130,24 @@ def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path: Path, read: 
 ROW = b'{"timestamp": 1, "input_length": 2, "output_length": 3}\n'
 
 
+HEADER = b"timestamp,input_tokens,output_tokens\n"
+
+
 @pytest.mark.parametrize(
-    ("content", "problem"),
+    ("start", "letter", "times", "problem"),
     [
-        (ROW + b"\0" * (80 << 20), "a line of more than 64 MiB"),
-        (ROW + b"\n" * (1 << 21), "more than 1,000,000 empty lines"),
-        (b"timestamp,input_tokens,output_tokens\n" + b"\n" * (1 << 21), "more than 1,000,000 empty lines"),
-        (b"timestamp,input_tokens,output_tokens\n" + b"1" * (20 << 20), "a line of more than"),
-        (ROW + b" " * 1000 + b'{"a":' + b"1" * (100 << 20), "a line of more than 64 MiB"),
+        (ROW, b"\0", 80 << 20, "a line of more than 64 MiB"),
+        (ROW, b"\n", 1 << 21, "more than 1,000,000 empty lines"),
+        (HEADER, b"\n", 1 << 21, "more than 1,000,000 empty lines"),
+        (HEADER, b"1", 20 << 20, "a line of more than"),
+        (ROW + b" " * 1000 + b'{"a":', b"1", 100 << 20, "a line of more than 64 MiB"),
     ],
 )
 @pytest.mark.parametrize("packed", [True, False])
-def test_lines_without_end_are_given_up(tmp_path: Path, content: bytes, problem: str, packed: bool) -> None:
-    path = tmp_path / "log"
+def test_lines_without_end_are_given_up(
+    tmp_path: Path, start: bytes, letter: bytes, times: int, problem: str, packed: bool
+) -> None:
+    path, content = tmp_path / "log", start + letter * times
     path.write_bytes(gzip.compress(content, 1) if packed else content)
     with pytest.raises(InputFileError, match=problem):
         read_trace(path)

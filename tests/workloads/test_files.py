@@ -83,8 +83,8 @@ def test_a_stream_is_read_only_as_far_as_needed() -> None:
         (b'[{"a": 1}\n{"a": 2}]', 2, "expected ',' or ']' after record 1"),
         (b'[{"a": 1}', 1, "expected ',' or ']' after record 1"),
         (b'[{"a": 1},\n', 2, "record 2 is not valid JSON"),
-        (b'{"a": 1}\n{"a": "\xff"}', 2, "neither Parquet nor UTF-8"),
-        (b"\xff\xfe\x00\x00", 1, "neither Parquet nor UTF-8"),
+        (b'{"a": 1}\n{"a": "\xff"}', 2, "not UTF-8 text"),
+        (b"\xff\xfe\x00\x00", 1, "not UTF-8 text"),
     ],
 )
 def test_broken_files_name_the_line(tmp_path: Path, content: bytes, line: int | None, message: str) -> None:
