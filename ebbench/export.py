@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ import pyarrow.compute as pc
 from ebbench import __version__
 from ebbench.analysis import trend
 from ebbench.analysis.columns import NEEDED, RequestColumns
-from ebbench.analysis.metrics import itl_ns, tpot_ns
+from ebbench.analysis.metrics import LATENCIES, itl_ns, tpot_ns
 from ebbench.analysis.summary import Summary, summarise
 from ebbench.analysis.units import FIGURES, GateUnit, is_higher_better
 from ebbench.analysis.verdict import GATED, gated_by_default
@@ -54,15 +56,15 @@ def llm_d_report(run: Run, summary: Summary) -> dict[str, Any]:
     m = run.manifest
     concurrency = m.max_concurrency or max((phase.max_concurrency for phase in m.phases), default=None)
     rate = m.facts.get("request_rate")
-    standardized: dict[str, Any] = {
+    standardized = _without_none({
         "tool": "ebbench",
         "tool_version": __version__,
         "source": "sampled" if m.source not in ("profile", "scenario") else "random",
         "input_seq_len": _length(columns.input_tokens),
         "output_seq_len": _length(columns.output_tokens[columns.ok]),
-    }
-    standardized |= {"concurrency": concurrency} if concurrency else {}
-    standardized |= {"rate_qps": float(rate)} if isinstance(rate, int | float) and rate > 0 else {}
+        "concurrency": concurrency or None,
+        "rate_qps": float(rate) if isinstance(rate, int | float) and rate > 0 else None,
+    })  # fmt: skip
     facts = {"workload": m.workload, "scenario": m.scenario, "seed": m.seed, "source": m.source, "plan": m.plan_hash}
     return {
         "version": VERSION,
@@ -170,13 +172,8 @@ def _length(tokens: npt.NDArray[np.int64]) -> dict[str, Any]:
     low, high = int(tokens.min()), int(tokens.max())
     if low == high:
         return {"distribution": "fixed", "value": low}
-    return {
-        "distribution": "other",
-        "value": float(tokens.mean()),
-        "std_dev": float(tokens.std()),
-        "min": low,
-        "max": high,
-    }
+    spread = {"std_dev": float(tokens.std()), "min": low, "max": high}
+    return {"distribution": "other", "value": float(tokens.mean()), **spread}
 
 
 def _aggregate(summary: Summary, columns: RequestColumns) -> dict[str, Any]:
@@ -230,15 +227,15 @@ def _engine_use(run: Run, part: _Part) -> dict[str, Any]:
 def _statistics(units: str, values: npt.NDArray[Any]) -> dict[str, Any] | None:
     if not len(values):
         return None
-    percentiles = np.percentile(values, list(_PERCENTILES.values()))
-    return {
-        "units": units,
-        "mean": float(values.mean()),
-        "stddev": float(values.std()),
-        "min": float(values.min()),
-        **{name: float(value) for name, value in zip(_PERCENTILES, percentiles, strict=True)},
-        "max": float(values.max()),
+    percentiles = zip(_PERCENTILES, np.percentile(values, list(_PERCENTILES.values())), strict=True)
+    figures = {
+        "mean": values.mean(),
+        "stddev": values.std(),
+        "min": values.min(),
+        **dict(percentiles),
+        "max": values.max(),
     }
+    return {"units": units, **{name: float(value) for name, value in figures.items()}}
 
 
 def _mean(units: str, value: float | None) -> dict[str, Any] | None:
@@ -256,7 +253,6 @@ def _hash(content: Any) -> str:
 # A run as the result file of `vllm bench serve --save-detailed`.
 
 _STATISTICS = ("mean", "median", "std", "p90", "p95", "p99")
-_LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 
 def vllm_result(run: Run, summary: Summary) -> dict[str, Any]:
@@ -304,11 +300,13 @@ def vllm_result(run: Run, summary: Summary) -> dict[str, Any]:
         "start_times": [_seconds(i or 0) for i in intended],
         "queue_times": [_since(capped, *row) for row in zip(intended, sent, strict=True)],
         "generated_texts": [text or "" for text in texts],
-        "errors": [_error(*pair) for pair in zip(columns["error_class"], columns["error_body"], strict=True)],
+        "errors": [
+            ": ".join(filter(None, pair)) for pair in zip(columns["error_class"], columns["error_body"], strict=True)
+        ],
     }
     result |= lists | _peaks(lists)
     result["rtfx"] = 0.0  # seconds of audio per second
-    result |= {f"{s}_{name}_ms": numbers[f"{s}_{name}_ms"] for name in _LATENCIES for s in _STATISTICS}
+    result |= {f"{s}_{name}_ms": numbers[f"{s}_{name}_ms"] for name in LATENCIES for s in _STATISTICS}
     return result
 
 
@@ -341,10 +339,6 @@ def _since(known: bool, start_ns: int | None, end_ns: int | None) -> float:
     """Seconds between two times; 0 if one is missing, since a server may finish a request whose first token was not
     seen."""
     return _seconds(end_ns - start_ns) if known and start_ns is not None and end_ns is not None else 0.0
-
-
-def _error(error_class: str | None, body: str | None) -> str:
-    return ": ".join(part for part in (error_class, body) if part)
 
 
 def _seconds(ns: int) -> float:
@@ -392,7 +386,7 @@ def _series(kind: trend.SeriesKind, points: Sequence[trend.Point]) -> Series:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([TIME, *ATTRIBUTES, *shown])
     for place, point in enumerate(points):
-        values = [_cell(column[place]) for column in shown.values()]
+        values = ["" if (value := column[place]) is None else f"{value:.6g}" for column in shown.values()]
         seeds = " ".join(str(seed) for seed in sorted({unit.seed for unit in point.units}))
         attributes = [kind.policy, kind.environment, kind.server, kind.load, kind.limits, seeds, str(len(point.units))]
         earliest = min(unit.anchor_unix_ns for unit in point.units)
@@ -400,10 +394,6 @@ def _series(kind: trend.SeriesKind, points: Sequence[trend.Point]) -> Series:
         writer.writerow(map(csv_cell, (when, point.commit, *attributes, *values)))
     whole = tuple(name for name, column in shown.items() if None not in column)
     return Series(kind.name, whole, text.getvalue())
-
-
-def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
 
 
 def _geometric_mean(units: Sequence[GateUnit], name: str) -> float | None:
@@ -417,21 +407,27 @@ def _geometric_mean(units: Sequence[GateUnit], name: str) -> float | None:
 def otava_config(series: Sequence[Series]) -> str:
     """The Otava configuration for the CSV files, without columns that have empty cells, since Otava accepts only
     numbers."""
-    lines = ["tests:"]
+    text = "tests:\n"
     for one_series in series:
-        lines += [
-            f"  {one_series.name}:",
-            "    type: csv",
-            f"    file: {one_series.name}.csv",
-            f"    time_column: {TIME}",
-            f"    attributes: [{', '.join(ATTRIBUTES)}]",
-            "    metrics:",
-        ]
-        for name in one_series.figures:
-            direction = 1 if is_higher_better(name) else -1
-            lines += [f"      {name}:", f"        column: {name}", f"        direction: {direction}"]
-        lines += ["    csv_options:", "      delimiter: ','", "      quote_char: '\"'"]
-    return "\n".join(lines) + "\n"
+        metrics = "".join(
+            f"      {name}:\n        column: {name}\n        direction: {1 if is_higher_better(name) else -1}\n"
+            for name in one_series.figures
+        )
+        text += f"""  {one_series.name}:
+    type: csv
+    file: {one_series.name}.csv
+    time_column: {TIME}
+    attributes: [{", ".join(ATTRIBUTES)}]
+    metrics:
+{metrics}    csv_options:
+      delimiter: ','
+      quote_char: '"'
+"""
+    return text
+
+
+_File = tuple[str, bytes]
+"""Name and content of a file."""
 
 
 def export(kinds: Sequence[str], runs: Sequence[Run], directory: Path) -> list[Path]:
@@ -443,7 +439,12 @@ def export(kinds: Sequence[str], runs: Sequence[Run], directory: Path) -> list[P
         if kind not in EXPORTS:
             raise UnknownNameError("export", kind, EXPORTS)
     directory.mkdir(parents=True, exist_ok=True)
-    return [path for kind in kinds for path in EXPORTS[kind](runs, directory)]
+    written = {}
+    for kind in kinds:
+        for name, content in EXPORTS[kind](runs):
+            written[path := directory / name] = content
+            files.write_bytes(content, path)
+    return list(written)
 
 
 def export_stored(chosen: Sequence[StoredRun], kind: str | None, target: Path) -> list[Path]:
@@ -454,48 +455,31 @@ def export_stored(chosen: Sequence[StoredRun], kind: str | None, target: Path) -
     return export([kind], [Run.load(path) for path in find_runs([run.path for run in chosen])], target)
 
 
-def _llm_d(runs: Sequence[Run], directory: Path) -> list[Path]:
-    return _documents(runs, directory, "llm-d.json", lambda run: llm_d_report(run, summarise(run)))
-
-
-def _vllm(runs: Sequence[Run], directory: Path) -> list[Path]:
-    return _documents(runs, directory, "vllm.json", lambda run: vllm_result(run, summarise(run)))
-
-
-def _documents(
-    runs: Sequence[Run], directory: Path, ending: str, convert: Callable[[Run], dict[str, Any]]
-) -> list[Path]:
-    written = []
+def _documents(convert: Callable[[Run, Summary], dict[str, Any]], ending: str, runs: Sequence[Run]) -> Iterator[_File]:
     for name, run in zip(_names(runs), runs, strict=True):
-        path = directory / f"{name}.{ending}"
-        files.write_bytes(json.dumps(convert(run), indent=2, allow_nan=False).encode() + b"\n", path)
-        written.append(path)
-    return written
+        converted = json.dumps(convert(run, summarise(run)), indent=2, allow_nan=False)
+        yield f"{name}.{ending}.json", converted.encode() + b"\n"
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
     """One unique name per run: the directory's, with its parent's or a number if several runs share it."""
     names: list[str] = []
-    for run in runs:
-        name = run.path.resolve().name
-        same = [candidate for candidate in runs if candidate.path.resolve().name == name]
-        wanted = candidate = name if len(same) == 1 else f"{run.path.resolve().parent.name}-{name}"
-        number = 1
-        while candidate in names:
-            number += 1
-            candidate = f"{wanted}-{number}"
-        names.append(candidate)
+    places = [run.path.resolve() for run in runs]
+    for place in places:
+        alone = sum(other.name == place.name for other in places) == 1
+        wanted = place.name if alone else f"{place.parent.name}-{place.name}"
+        numbered = (f"{wanted}-{number}" for number in itertools.count(2))
+        names.append(next(name for name in itertools.chain([wanted], numbered) if name not in names))
     return names
 
 
-def _otava(runs: Sequence[Run], directory: Path) -> list[Path]:
+def _otava(runs: Sequence[Run]) -> Iterator[_File]:
     series = otava_series(runs)
-    written = []
-    for one_series in series:
-        written.append(directory / f"{one_series.name}.csv")
-        files.write_bytes(one_series.csv.encode(), written[-1])
-    files.write_bytes(otava_config(series).encode(), directory / "otava.yaml")
-    return [*written, directory / "otava.yaml"]
+    yield from ((f"{one_series.name}.csv", one_series.csv.encode()) for one_series in series)
+    yield "otava.yaml", otava_config(series).encode()
 
 
-EXPORTS: dict[str, Callable[[Sequence[Run], Path], list[Path]]] = {"llm-d": _llm_d, "vllm": _vllm, "otava": _otava}
+EXPORTS: Mapping[str, Callable[[Sequence[Run]], Iterator[_File]]] = {
+    "llm-d": partial(_documents, llm_d_report, "llm-d"), "vllm": partial(_documents, vllm_result, "vllm"),
+    "otava": _otava,
+}  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.advice.choice import BASELINE, AdviceQuestion, ExpectedLoad
+from ebbench.advice.choice import BASELINE, AdviceQuestion, BudgetedPolicy, ExpectedLoad
 from ebbench.analysis.metrics import Slo, parse_slo
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_VLLM
 from ebbench.config.topology import TopologySpec
@@ -57,15 +57,9 @@ def advice_question(given: Mapping[str, Any]) -> AdviceQuestion:
         workload, BASELINE, device, model, seqs, budgets[0], scenario, weight=2.0, in_front=True,
         **plan_arguments(workload, asked.num_prompts, settings),
     )  # fmt: skip
-    return checked(
-        AdviceQuestion(
-            spec.changed(**_of_server(settings), **_topology(asked, settings)),
-            asked.seeds,
-            slo,
-            tuple(policy.name for policy in parse_policies(asked.policy)) or default_policies(slo, budgets, seqs),
-            budgets=tuple(budgets[1:]),
-        )
-    )
+    policies = tuple(policy.name for policy in parse_policies(asked.policy)) or default_policies(slo, budgets, seqs)
+    served = spec.changed(**_of_server(settings), **_topology(asked, settings))
+    return checked(AdviceQuestion(served, asked.seeds, slo, policies, budgets=tuple(budgets[1:])))
 
 
 def _topology(asked: AdviceCommand, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,7 +92,6 @@ def plan_arguments(workload: str, num_prompts: int | None, settings: Mapping[str
 
 
 def _most(workload: str, columns: str | None) -> int:
-    """The sessions of a log, as far as a run takes them unless more are asked for."""
     path = recorded_file(workload)
     assert path is not None  # the caller asked for a log
     return min(read_trace(path, columns).requests.sessions, MOST_OF_A_LOG)
@@ -133,6 +126,12 @@ def default_policies(slo: Slo, budgets: Sequence[int], max_num_seqs: int) -> tup
 def candidate(question: AdviceQuestion, policy: str, seed: int, budget: int | None = None) -> RunSpec:
     """The cell of one policy and seed; ``budget`` None: at the reference budget."""
     return question.spec.changed(policy=policy, seed=seed, max_num_batched_tokens=budget or question.budget)
+
+
+def candidates(question: AdviceQuestion, pair: BudgetedPolicy, seeds: int | None = None) -> list[RunSpec]:
+    """The cells of a policy at a budget on so many seeds, by default on all of them."""
+    asked = range(question.seeds if seeds is None else seeds)
+    return [candidate(question, pair.policy, seed, pair.max_num_batched_tokens) for seed in asked]
 
 
 def topology_asked(question: AdviceQuestion) -> TopologySpec | None:
@@ -201,11 +200,8 @@ def expected_load(question: AdviceQuestion, store: RunStore) -> ExpectedLoad:
     outputs = plan.table["output_tokens"].to_numpy()
     fit = analyse_lengths(outputs).censored
     mu_o, mu_l = float(outputs.mean()), float(plan.table["input_tokens"].to_numpy().mean())
-    concurrency = (
-        max(phase.max_concurrency for phase in plan.phases)
-        if plan.closed_loop
-        else _mean_open_requests(question, store)
-    )
+    levels = [phase.max_concurrency for phase in plan.phases]
+    concurrency = max(levels) if plan.closed_loop else _mean_open_requests(question, store)
     return ExpectedLoad(
         mu_l, mu_o, fit.p0 if fit else 1 / mu_o, fit.eta if fit else 0.0,
         min(concurrency, plan.max_concurrency or concurrency), open_loop=not plan.closed_loop,

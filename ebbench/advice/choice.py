@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ebbench.analysis.cases import TIE
@@ -137,12 +138,8 @@ def _mix_crossovers(load: ExpectedLoad, calibration: Calibration, n: int, drafts
 
 def sign_changes(x: Sequence[float], y: Sequence[float]) -> tuple[float, ...]:
     """Values of ``x`` at which ``y`` changes sign, interpolated linearly."""
-    crossings = []
-    for i in range(1, len(x)):
-        a, b = y[i - 1], y[i]
-        if a * b < 0:
-            crossings.append(x[i - 1] + (x[i] - x[i - 1]) * a / (a - b))
-    return tuple(crossings)
+    ends = pairwise(zip(x, y, strict=True))
+    return tuple(before + (after - before) * a / (a - b) for (before, a), (after, b) in ends if a * b < 0)
 
 
 @dataclass(frozen=True)
@@ -297,15 +294,15 @@ def choose(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, Fact]:
     if best.objective <= 0:
         return _simplest(scores), fact("none_in_targets")
     equal = [score for score in scores if score is best or _ties(score, best)]
-    sure = [score for score in equal if _ahead(score)] if all(score.name != BASELINE for score in equal) else []
+    known = [score for score in equal if score.gain is not None and score.gain.low > 0]
+    sure = known if all(score.name != BASELINE for score in equal) else []
     unsure = [score for score in equal if score not in sure]
     if sure and unsure:
         chosen = _simplest(sure)
         return chosen, fact("surely_ahead", of=BASELINE, unsure=_rivals(unsure, chosen))
     chosen = _simplest(equal)
-    return chosen, _winner(scores) if len(equal) == 1 else _among(
-        chosen, [score for score in equal if score is not chosen]
-    )
+    others = [score for score in equal if score is not chosen]
+    return chosen, _among(chosen, others) if others else _winner(scores)
 
 
 def budget_share(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, float] | None:
@@ -322,7 +319,6 @@ def budget_share(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, float] | N
 
 
 def _winner(scores: Sequence[PolicyScore]) -> Fact:
-    """The reason for the best policy if no other is equal."""
     best, *others = scores
     if not others:
         return fact("only_candidate")
@@ -339,17 +335,16 @@ def _among(chosen: PolicyScore, others: Sequence[PolicyScore]) -> Fact:
 
     Those that are surely behind the chosen one are left out.
     """
-    gains = [(score, _against(score, chosen)) for score in others]
     level = level_budgets(chosen, [chosen, *others])
-    gains = [
-        (score, gain)
-        for score, gain in gains
-        if score.policy != chosen.policy or score.max_num_batched_tokens not in level
-    ]
-    equal = [score for score, gain in gains if _is_equal(gain)]
-    ahead = [score for score, gain in gains if gain.low > 0 and score not in equal]
-    unsure = [score for score, gain in gains if gain.low <= 0 <= gain.high and score not in equal]
-    rivals = {"equal": equal, "ahead": ahead, "unsure": unsure}
+    rivals: dict[str, list[PolicyScore]] = {"equal": [], "ahead": [], "unsure": []}
+    for score in others:
+        gain = _against(score, chosen)
+        if score.policy == chosen.policy and score.max_num_batched_tokens in level:
+            continue
+        if _is_equal(gain):
+            rivals["equal"].append(score)
+        elif gain.high >= 0:
+            rivals["ahead" if gain.low > 0 else "unsure"].append(score)
     named = {kind: _rivals(scores, chosen) for kind, scores in rivals.items()}
     return fact("simplest", **named, seeds=len(chosen.values), level=bool(level))
 
@@ -383,10 +378,6 @@ def _is_equal(gain: PairedInterval) -> bool:
     """Whether the gain is at most TIE: its whole interval, or with one seed the measured gain."""
     known = math.isfinite(gain.high)
     return max(-gain.low, gain.high) <= TIE if known else abs(gain.mean) <= TIE
-
-
-def _ahead(score: PolicyScore) -> bool:
-    return score.gain is not None and score.gain.low > 0
 
 
 def _ties(score: PolicyScore, best: PolicyScore) -> bool:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path
-from typing import ParamSpec
 
 from msgspec import convert
 from rich.table import Table
@@ -25,25 +24,20 @@ from vllm_eb.calibration import Calibration, CalibrationError, MixedCost, calibr
 from vllm_eb.policies.deferred import DeferredModel, approximate_chain, exact_chain
 
 Value = float | int | bool | str | None
-P = ParamSpec("P")
 
 _LARGEST_CHAIN = 16_384  # time grows with the square; some seconds at this size
 
 
-def _usage_errors(formula: Callable[P, dict[str, Value]]) -> Callable[P, dict[str, Value]]:
+@contextmanager
+def _usage_errors() -> Iterator[None]:
     """Convert errors of vllm_eb, which come from an option, to UsageError."""
-
-    @wraps(formula)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> dict[str, Value]:
-        try:
-            return formula(*args, **kwargs)
-        except (theory.TheoryError, CalibrationError) as error:
-            raise UsageError(str(error)) from None
-
-    return checked
+    try:
+        yield
+    except (theory.TheoryError, CalibrationError) as error:
+        raise UsageError(str(error)) from None
 
 
-@_usage_errors
+@_usage_errors()
 def threshold_values(
     p0: float, alpha_p: float, alpha_d: float, *, eta: float, beta_d: float | None, batch_size: int | None,
     discrete: bool, uncapped: bool,
@@ -63,7 +57,7 @@ def threshold_values(
     return values if batch_size is None else values | {"k_star": max(1, int(best.theta_star * batch_size))}
 
 
-@_usage_errors
+@_usage_errors()
 def memory_values(
     capacity: float, mu_l: float, p0: float, theta_share: float, epsilon: float, form: str
 ) -> dict[str, Value]:
@@ -78,7 +72,7 @@ def memory_values(
     }  # fmt: skip
 
 
-@_usage_errors
+@_usage_errors()
 def crossover_values(
     given: Mapping[str, float | None], beta_mb: float | None, known: Calibration | None, *, mu_l: float, mu_o: float,
     n_obs: float, theta0: float | None, p0: float | None,
@@ -89,20 +83,14 @@ def crossover_values(
     share = theory.base_threshold(hazard, costs.alpha_p, costs.alpha_d) if theta0 is None else theta0
     sides = theory.crossover(costs, mu_l=mu_l, mu_o=mu_o, n_obs=n_obs, theta0=share)
     return {
-        "lhs": sides.lhs,
-        "rhs": sides.rhs,
-        "margin": costs.margin,
-        "eb_wins": sides.eb_wins(costs.margin),
-        "r": sides.r,
-        "beta_mb": sides.beta_mb,
-        "beta_eb": sides.beta_eb,
-        "theta0": share,
+        "lhs": sides.lhs, "rhs": sides.rhs, "margin": costs.margin, "eb_wins": sides.eb_wins(costs.margin),
+        "r": sides.r, "beta_mb": sides.beta_mb, "beta_eb": sides.beta_eb, "theta0": share,
         "eb_throughput": theory.eb_throughput(costs, theta=share, n=n_obs, p0=hazard, mu_l=mu_l) if share else None,
         "mb_throughput": theory.mb_throughput(costs, n=n_obs, mu_l=mu_l, mu_o=mu_o) if costs.mixed else None,
-    }
+    }  # fmt: skip
 
 
-@_usage_errors
+@_usage_errors()
 def deferred_values(
     batch_limit: int, alpha: float, c_p: float, c_d: float, *, t_d: float, t_p: float, d0: float, n: float,
     k: int | None,

@@ -153,19 +153,14 @@ def _arrivals_decide(advice: Advice) -> bool:
     )
 
 
-def server_options(question: AdviceQuestion) -> str:
-    """The question's further settings of the server, as options of ``ebbench advise``."""
-    return _as_options(question.server)
-
-
-def _as_options(settings: Mapping[str, Any]) -> str:
+def server_options(settings: Mapping[str, Any]) -> str:
+    """Settings of a server that are not its version's, as options of ``ebbench advise``."""
     implied = version_defaults(settings.get("vllm_version"))
     texts = (f"{option_name(name)} {value}" for name, value in settings.items() if name not in implied)
     return " ".join(re.sub(r"^--topology tp=(\d+)$", r"--tp \1", text) for text in texts)
 
 
 def _budget_line(advice: Advice) -> str | None:
-    """What a tuned token budget gives without any further policy; None if it does not matter."""
     best_budget = budget_share(advice.scores)
     if best_budget is None:
         return None
@@ -322,14 +317,15 @@ def _gain_cell(score: PolicyScore) -> str:
 
 def probes(advice: Advice) -> list[tuple[Table, str]]:
     """EB over v1 by concurrency and by decode share, each with a line about the crossover."""
-    probed = []
-    if advice.concurrency is not None:
-        table = _probe_table("requests open", advice.concurrency, "{:.0f}")
-        probed.append((table, _crossing_text(advice.concurrency, "requests open", "{:,.0f}")))
-    if advice.mix is not None:
-        table = _probe_table("decode share r", advice.mix, "{:g}")
-        probed.append((table, _crossing_text(advice.mix, "decode share", "{:.2f}")))
-    return probed
+    asked = (
+        (advice.concurrency, "requests open", "{:.0f}", "requests open", "{:,.0f}"),
+        (advice.mix, "decode share r", "{:g}", "decode share", "{:.2f}"),
+    )
+    return [
+        (_probe_table(head, probe, x_format), _crossing_text(probe, what, crossing_format))
+        for probe, head, x_format, what, crossing_format in asked
+        if probe is not None
+    ]
 
 
 def _probe_table(what: str, probe: GainCurve, x_format: str) -> Table:
@@ -342,16 +338,16 @@ def _probe_table(what: str, probe: GainCurve, x_format: str) -> Table:
 
 
 def _few_requests(asked: int, concurrency: int) -> str:
-    enough = f"Use --num-prompts {FEW_TURNS * concurrency}, or set --max-concurrency."
-    if asked < concurrency:
-        return (
-            f"{asked:,} requests do not fill the {concurrency:,} that the load allows: the candidates ran while the "
-            f"batch filled and drained, which hides their differences. {enough}"
-        )
-    return (
-        f"{asked:,} requests are {asked / concurrency:.1f} per open one: the batch fills and drains during much of "
-        f"each run, which counts against exclusive batches and can turn the sign of a gain. {enough}"
+    why = (
+        f"are {asked / concurrency:.1f} per open one: the batch fills and drains during much of each run, which counts "
+        "against exclusive batches and can turn the sign of a gain"
     )
+    if asked < concurrency:
+        why = (
+            f"do not fill the {concurrency:,} that the load allows: the candidates ran while the batch filled and "
+            "drained, which hides their differences"
+        )
+    return f"{asked:,} requests {why}. Use --num-prompts {FEW_TURNS * concurrency}, or set --max-concurrency."
 
 
 def limits_of_it(advice: Advice) -> list[str]:
@@ -366,7 +362,7 @@ def limits_of_it(advice: Advice) -> list[str]:
     asked = question.spec.plan.num_prompts
     if isinstance(asked, int) and asked < FEW_TURNS * load.concurrency:
         lines.append(_few_requests(asked, load.concurrency))
-    options = _as_options(_of_device(question))
+    options = server_options(_of_device(question))
     shown = f"ebbench devices show {question.spec.device} --model {question.spec.model} {options}".rstrip()
     lines.append(
         f"Simulated on a model of the device; `{shown}` says where its step times come from. Measure on your GPU "
@@ -399,18 +395,13 @@ def agreement(advice: Advice) -> str:
             f"({change(simulated)}). {_FULL_BATCH}"
         )
     same = (simulated > 0) == advice.theory.exclusive
-    verdict = (
-        f"agree that {winner} batches win"
-        if same
-        else "disagree, and the simulation, which knows context lengths and KV memory, decides"
-    )
-    line = f"Theory and simulation {verdict}: EB over v1 in tokens/s is {change(simulated)} in simulation"
-    if theory is None:
-        return f"{line}."
-    line += f" and {change(theory)} in theory."
-    if same and abs(theory - simulated) > FAR_APART:
-        line += f" {_FULL_BATCH}"
-    return line
+    verdict = f"agree that {winner} batches win"
+    if not same:
+        verdict = "disagree, and the simulation, which knows context lengths and KV memory, decides"
+    in_theory = "" if theory is None else f" and {change(theory)} in theory"
+    why = f" {_FULL_BATCH}" if same and theory is not None and abs(theory - simulated) > FAR_APART else ""
+    figures = f"EB over v1 in tokens/s is {change(simulated)} in simulation{in_theory}"
+    return f"Theory and simulation {verdict}: {figures}.{why}"
 
 
 def interval(gain: PairedInterval, seeds: int) -> str:
@@ -431,7 +422,8 @@ def _crossing_text(probe: GainCurve, what: str, x_format: str) -> str:
 def print_advice(advice: Advice, console: Console) -> None:
     """Print what to run, why, and where that changes."""
     question = advice.question
-    on = f"{question.spec.plan.workload}, {question.spec.model} on {question.spec.device} {server_options(question)}"
+    served = server_options(question.server)
+    on = f"{question.spec.plan.workload}, {question.spec.model} on {question.spec.device} {served}"
     console.print(on.rstrip(), style="bold", markup=False)
     for index, line in enumerate(headline(advice)):
         console.print(line, style="bold green" if not index else None, markup=False)

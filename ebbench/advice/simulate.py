@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
-from ebbench.advice.candidates import candidate, engine_count, expected_load, figure
+from ebbench.advice.candidates import candidate, candidates, engine_count, expected_load, figure
 from ebbench.advice.choice import (
     BASELINE,
     Advice,
@@ -72,13 +73,11 @@ class SearchResult:
 def budgeted_policies(question: AdviceQuestion) -> list[BudgetedPolicy]:
     """All pairs that a server can run; the reference budget with every policy comes first."""
     pairs = [BudgetedPolicy(policy, question.budget) for policy in question.policies]
-    for budget in question.budgets:
-        pairs += [BudgetedPolicy(policy, budget) for policy in question.policies if _valid(question, policy, budget)]
-    return list(dict.fromkeys(pairs))
+    tried = (BudgetedPolicy(*pair[::-1]) for pair in product(question.budgets, question.policies))
+    return list(dict.fromkeys([*pairs, *(pair for pair in tried if _valid(question, *pair))]))
 
 
 def _valid(question: AdviceQuestion, policy: str, budget: int) -> bool:
-    """Whether the policy's settings fit the budget."""
     try:
         check_options(candidate(question, policy, 0, budget).server, [parse_policy(policy)])
     except UsageError:
@@ -99,7 +98,7 @@ def search(question: AdviceQuestion, make: Make, objective: Callable[[RunSpec], 
     left, dropped = budgeted_policies(question), []
     rounds = seeds_per_round(question.seeds)
     for index, seeds in enumerate(rounds):
-        cells = {pair: _cells(question, pair, seeds) for pair in left}
+        cells = {pair: candidates(question, pair, seeds) for pair in left}
         name = f"candidates, round {index + 1} of {len(rounds)}" if len(rounds) > 1 else "candidates"
         make(name, [cell for seed in range(seeds) for pair in left if (cell := cells[pair][seed])])
         values = {pair: sum(map(objective, cells[pair])) / seeds for pair in left}
@@ -116,19 +115,15 @@ def search(question: AdviceQuestion, make: Make, objective: Callable[[RunSpec], 
     return SearchResult(tuple(left), tuple(sorted(dropped, key=lambda policy: (-policy.seeds, -policy.behind_best))))
 
 
-def _cells(question: AdviceQuestion, pair: BudgetedPolicy, seeds: int) -> list[RunSpec]:
-    return [candidate(question, pair.policy, seed, pair.max_num_batched_tokens) for seed in range(seeds)]
-
-
 def _next_round(question: AdviceQuestion, values: Mapping[BudgetedPolicy, float]) -> set[BudgetedPolicy]:
     """The pairs that go on to the next round."""
     ranked = sorted(values, key=lambda pair: -values[pair])  # stable: the reference budget first among equals
     kept = set(ranked[: max(-(-len(ranked) // FACTOR), FEWEST)])
     of_reference = BASELINE if BASELINE in question.policies else question.policies[0]
     always = [pair for pair in ranked if pair == (of_reference, question.budget)]
+    best = {pair.policy: pair for pair in reversed(ranked)}
     shown = question.policies if len(question.policies) <= FEWEST else (BASELINE,)
-    always += [pair for policy in shown for pair in [pair for pair in ranked if pair.policy == policy][:1]]
-    return kept | set(always)
+    return kept.union(always, (best[policy] for policy in shown if policy in best))
 
 
 CONCURRENCIES = (16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -142,30 +137,29 @@ def concurrency_cells(question: AdviceQuestion, load: ExpectedLoad) -> dict[floa
     """v1 and EB at each concurrency, closed loop, with the workload's lengths (or a scenario's mean lengths)."""
     lengths: dict[str, int] = {}
     if question.spec.plan.scenario is not None and load_scenario(question.spec.plan.scenario).own_lengths:
-        lengths = {"input_len": max(1, round(load.mu_l)), "output_len": max(1, round(load.mu_o))}
+        lengths = _lengths(load.mu_l, load.mu_o)
     most = max(2 * question.spec.server.max_num_seqs, CONCURRENCIES[1])  # at least two points
-    levels = [c for c in CONCURRENCIES if c <= most]
-    return {c: _pair(question, {"max_concurrency": c}, lengths) for c in levels}
+    return {c: _pair(question, c, lengths) for c in CONCURRENCIES if c <= most}
 
 
 def mix_cells(question: AdviceQuestion, load: ExpectedLoad) -> dict[float, tuple[RunSpec, RunSpec]]:
     """v1 and EB at each decode share, with unchanged tokens per request, uniform lengths and the load's concurrency."""
-    total = load.mu_l + load.mu_o
-    pairs = {}
-    for r in SHARES:
-        lengths = {"input_len": max(1, round((1 - r) * total)), "output_len": max(1, round(r * total))}
-        pairs[r] = _pair(question, {"max_concurrency": min(load.concurrency, 2048)}, lengths)
-    return pairs
+    total, concurrency = load.mu_l + load.mu_o, min(load.concurrency, 2048)
+    return {r: _pair(question, concurrency, _lengths((1 - r) * total, r * total)) for r in SHARES}
 
 
-def _pair(question: AdviceQuestion, traffic: dict[str, int], lengths: dict[str, int]) -> tuple[RunSpec, RunSpec]:
+def _lengths(mu_l: float, mu_o: float) -> dict[str, int]:
+    return {"input_len": max(1, round(mu_l)), "output_len": max(1, round(mu_o))}
+
+
+def _pair(question: AdviceQuestion, concurrency: int, lengths: dict[str, int]) -> tuple[RunSpec, RunSpec]:
     spec, kept = question.spec, _LIMIT_KEYS if lengths else (*_LIMIT_KEYS, *_LENGTH_KEYS)
     own = {name: getattr(spec.plan, name) for name in kept}
-    prompts = max(PROBE_PROMPTS, PROBE_TURNS * traffic["max_concurrency"])
     workload = {"workload": "balanced", "source": "profile"} if lengths else {"workload": spec.plan.workload}
     plan = PlanOptions(
-        scenario="saturated", num_prompts=prompts, with_text=False, **{**workload, **own, **lengths, **traffic}
-    )
+        scenario="saturated", num_prompts=max(PROBE_PROMPTS, PROBE_TURNS * concurrency), with_text=False,
+        max_concurrency=concurrency, **{**workload, **own, **lengths},
+    )  # fmt: skip
     v1, eb = (replace(spec, plan=plan, policy=policy, weight=1.0) for policy in (BASELINE, "eb"))
     return v1, eb
 
@@ -257,22 +251,14 @@ def advise(question: AdviceQuestion, store: RunStore, searched: SearchResult, *,
 
 def _caveats(question: AdviceQuestion, store: RunStore, finalists: Sequence[BudgetedPolicy]) -> list[str]:
     """What is estimated in the runs and matters to them, and what a full KV cache cost, each once."""
-    made = [
-        (pair.policy, result.caveats)
-        for pair in finalists
-        for seed in range(question.seeds)
-        if (result := store.get(candidate(question, pair.policy, seed, pair.max_num_batched_tokens))) is not None
-    ]
+    cells = [cell for pair in finalists for cell in candidates(question, pair)]
+    made = [(cell.policy, result.caveats) for cell in cells if (result := store.get(cell)) is not None]
     return told_once([caveats for _, caveats in made], by_policy([policy for policy, _ in made]))
 
 
 def score(question: AdviceQuestion, store: RunStore, finalists: Sequence[BudgetedPolicy]) -> tuple[PolicyScore, ...]:
     """Scores of the candidates, best objective first."""
-    values = {
-        pair: [objective(question, store, candidate(question, pair.policy, seed, pair.max_num_batched_tokens))
-               for seed in range(question.seeds)]
-        for pair in finalists
-    }  # fmt: skip
+    values = {pair: [objective(question, store, cell) for cell in candidates(question, pair)] for pair in finalists}
     best = max(values, key=lambda pair: sum(values[pair]))
     scores = [_score(question, store, pair, values, best) for pair in finalists]
     return tuple(sorted(scores, key=lambda scored: -scored.objective))
@@ -288,14 +274,10 @@ def objective(question: AdviceQuestion, store: RunStore, cell: RunSpec) -> float
 
 
 def _score(
-    question: AdviceQuestion,
-    store: RunStore,
-    pair: BudgetedPolicy,
-    values: Mapping[BudgetedPolicy, list[float]],
+    question: AdviceQuestion, store: RunStore, pair: BudgetedPolicy, values: Mapping[BudgetedPolicy, list[float]],
     best: BudgetedPolicy,
-) -> PolicyScore:
-    own, budget = values[pair], pair.max_num_batched_tokens
-    cells = [candidate(question, pair.policy, seed, budget) for seed in range(question.seeds)]
+) -> PolicyScore:  # fmt: skip
+    own, budget, cells = values[pair], pair.max_num_batched_tokens, candidates(question, pair)
     reference = BudgetedPolicy(BASELINE, question.budget)
 
     def mean(key: str) -> float:

@@ -7,9 +7,8 @@ difference is comes from paired tests.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, Literal, TypeVar
 from ebbench.analysis.environment import differing_names, usual_options
 from ebbench.analysis.explain import Explanation, explain
 from ebbench.analysis.metrics import Metrics, Slo
+from ebbench.analysis.statistics import anytime_p_two_sided, confidence_sequence, holm, sign_flip_p, spread_of
 from ebbench.analysis.summary import Summary, summarise, summarise_phases
 from ebbench.records.run import Run
 
@@ -190,14 +190,10 @@ def gain(group: Group, baseline: Group, figure: Figure = throughput) -> Gain | N
     """
     if not (group.valid and baseline.valid):
         return None
-    pairs = paired_by_plan(group, baseline)
-    ours, theirs = (
-        [figure(our_run.metrics) for our_run, _ in pairs],
-        [figure(their_run.metrics) for _, their_run in pairs],
-    )
-    if not pairs or None in ours or any(not value or value <= 0 for value in theirs):
+    pairs = [(figure(ours.metrics), figure(theirs.metrics)) for ours, theirs in paired_by_plan(group, baseline)]
+    ratios = [ours / theirs - 1 for ours, theirs in pairs if ours is not None and theirs and theirs > 0]
+    if not pairs or len(ratios) < len(pairs):
         return None
-    ratios = [a / b - 1 for a, b in zip(ours, theirs, strict=True)]  # type: ignore[operator]  # no None left
     measured = len(ratios) > 1 and not (group.copies and baseline.copies)
     return Gain(fmean(ratios), stdev(ratios) if measured else None)
 
@@ -225,12 +221,11 @@ def differing(summaries: Sequence[Summary]) -> list[str]:
     unlike = differing_names([summary.environment for summary in summaries])
     if len({summary.slo for summary in summaries if summary.slo}) > 1:
         unlike.append("limits (--goodput gives all runs the same)")
-    plans: dict[str, set[tuple[int, str]]] = {}
+    seeds: dict[str, set[int]] = {}
     for summary in summaries:
-        plans.setdefault(summary.policy, set()).add((summary.seed, summary.plan_hash))
-    several = len({frozenset(seed for seed, _ in seeds_and_hashes) for seeds_and_hashes in plans.values()}) > 1
-    seeds_and_plans = set().union(*plans.values())
-    mixed = len(seeds_and_plans) > len({seed for seed, _ in seeds_and_plans})
+        seeds.setdefault(summary.policy, set()).add(summary.seed)
+    several = len(set(map(frozenset, seeds.values()))) > 1
+    mixed = len({(run.seed, run.plan_hash) for run in summaries}) > len({run.seed for run in summaries})
     return unlike + ["seeds"] * several + ["plan"] * mixed
 
 
@@ -275,25 +270,19 @@ def comparison_cases(
 
     ``explanations`` is empty or has one entry per summary.
     """
-    labels = measurements(summaries)
-    conditions = [
-        {**summary.conditions, **({MEASUREMENT: label} if label else {})}
-        for summary, label in zip(summaries, labels, strict=True)
-    ]
-    titled_places = partition(
-        range(len(summaries)), conditions, [(summary.seed, summary.plan_hash) for summary in summaries]
-    )
-    first_of = [places[0] for _, places in titled_places]
-    unlike = differing_conditions([conditions[place] for place in first_of])
-    if len(titled_places) > len({tuple(sorted(conditions[place].items())) for place in first_of}):
+    labelled = zip(summaries, measurements(summaries), strict=True)
+    conditions = [summary.conditions | ({MEASUREMENT: label} if label else {}) for summary, label in labelled]
+    titled_places = partition(range(len(summaries)), conditions, [(run.seed, run.plan_hash) for run in summaries])
+    firsts = [conditions[places[0]] for _, places in titled_places]
+    unlike = differing_conditions(firsts)
+    if len(firsts) > len({_key(of_case) for of_case in firsts}):
         unlike.append("plan")  # equal conditions were split by their plans
     cases = []
     for title, places in titled_places:
         own = [summaries[place] for place in places]
         directories = {summary.run_dir for summary in own}
         groups = group_by_policy(own, [explanations[place] for place in places] if explanations else ())
-        baseline = baseline_group(groups)
-        groups = (baseline, *(group for group in groups if group is not baseline))
+        groups = (baseline_group(groups), *_others(groups))
         own_phases = tuple(phase for phase in phases if phase.run_dir in directories)
         cases.append(ComparisonCase(title, groups, own_phases, tuple(unlike)))
     return tuple(cases)
@@ -315,11 +304,8 @@ def measurements(summaries: Sequence[Summary]) -> list[str]:
     Runs belong to several measurements if a policy ran the same plan with the same seed more than once under the same
     conditions. Those of one parent directory are one measurement, until a run of it repeats an earlier one.
     """
-    members: dict[tuple[tuple[str, str], ...], list[int]] = {}
-    for place, summary in enumerate(summaries):
-        members.setdefault(tuple(sorted(summary.conditions.items())), []).append(place)
     labels = [""] * len(summaries)
-    for places in members.values():
+    for places in _alike([summary.conditions for summary in summaries]):
         if len({_policy_seed_plan(summaries[place]) for place in places}) == len(places):
             continue
         rounds = _rounds(places, summaries)
@@ -330,25 +316,35 @@ def measurements(summaries: Sequence[Summary]) -> list[str]:
     return labels
 
 
+def _key(conditions: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(conditions.items()))
+
+
+def _alike(conditions: Sequence[Mapping[str, str]]) -> Iterable[list[int]]:
+    """The places of equal conditions, one list for each."""
+    members: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for place, of_run in enumerate(conditions):
+        members.setdefault(_key(of_run), []).append(place)
+    return members.values()
+
+
 def _policy_seed_plan(summary: Summary) -> tuple[str, int, str]:
-    """The key that runs of different measurements of one thing share: policy, seed and plan."""
     return summary.policy, summary.seed, summary.plan_hash
 
 
 def _rounds(places: Sequence[int], summaries: Sequence[Summary]) -> list[list[int]]:
     """``places`` by measurement, the oldest first in each directory."""
-    rounds: dict[tuple[Path, int], list[int]] = {}
+    rounds: list[list[int]] = []
+    latest: dict[Path, tuple[list[int], set[tuple[str, int, str]]]] = {}  # round of a directory, and what is in it
     for place in sorted(places, key=lambda place: summaries[place].anchor_unix_ns):
-        parent = Path(summaries[place].run_dir).parent
-        number = next(
-            number
-            for number in itertools.count()
-            if (parent, number + 1) not in rounds
-            and _policy_seed_plan(summaries[place])
-            not in {_policy_seed_plan(summaries[placed]) for placed in rounds.get((parent, number), ())}
-        )
-        rounds.setdefault((parent, number), []).append(place)
-    return list(rounds.values())
+        parent, key = Path(summaries[place].run_dir).parent, _policy_seed_plan(summaries[place])
+        if parent not in latest or key in latest[parent][1]:
+            latest[parent] = [], set()
+            rounds.append(latest[parent][0])
+        members, known = latest[parent]
+        members.append(place)
+        known.add(key)
+    return rounds
 
 
 def _places_and_dates(rounds: Sequence[Sequence[Summary]]) -> list[str]:
@@ -366,19 +362,14 @@ def _places_and_dates(rounds: Sequence[Sequence[Summary]]) -> list[str]:
 
 
 def partition(
-    items: Sequence[T],
-    conditions: Sequence[Mapping[str, str]],
-    plans: Sequence[tuple[int, str]],
+    items: Sequence[T], conditions: Sequence[Mapping[str, str]], plans: Sequence[tuple[int, str]]
 ) -> list[tuple[str, list[T]]]:
     """Split ``items`` into lists with equal conditions, each with the words that distinguish it from the others.
 
     ``conditions`` and ``plans`` (seed and hash) have one entry per item. If one seed has several plans under equal
     conditions, an unrecorded condition differed, and every plan becomes a list of its own.
     """
-    members: dict[tuple[tuple[str, str], ...], list[int]] = {}
-    for place, of_run in enumerate(conditions):
-        members.setdefault(tuple(sorted(of_run.items())), []).append(place)
-    split = [part for places in members.values() for part in _by_plan(places, plans)]
+    split = [part for places in _alike(conditions) for part in _by_plan(places, plans)]
     split.sort(key=lambda part: part[0][0])
     titles = _titles([(conditions[places[0]], plan) for places, plan in split])
     return [(title, [items[place] for place in places]) for title, (places, _) in zip(titles, split, strict=True)]
@@ -471,8 +462,6 @@ def two_sided_p(logs: Sequence[float], *, sequential: bool = False) -> float | N
     """
     if len(logs) < 2:
         return None
-    from ebbench.analysis.statistics import anytime_p_two_sided, sign_flip_p
-
     if sequential:
         return anytime_p_two_sided(logs)
     return min(1.0, 2 * min(sign_flip_p(logs), sign_flip_p([-value for value in logs])))
@@ -480,8 +469,6 @@ def two_sided_p(logs: Sequence[float], *, sequential: bool = False) -> float | N
 
 def adjusted(tests: Mapping[Name, Sequence[float]], *, sequential: bool = False) -> dict[Name, float]:
     """Holm-adjusted two-sided p-values of the log ratios of each test; tests with a single pair are left out."""
-    from ebbench.analysis.statistics import holm
-
     p_values = {name: p for name, logs in tests.items() if (p := two_sided_p(logs, sequential=sequential)) is not None}
     return dict(zip(p_values, holm(list(p_values.values())), strict=True))
 
@@ -548,8 +535,6 @@ def stop_reason_of(groups: Sequence[Group], group: Group) -> StopReason:
     p = p_value(groups, group.policy, figure)
     if p is not None and p <= ALPHA:
         return "shown"
-    from ebbench.analysis.statistics import confidence_sequence
-
     bounds = confidence_sequence(logs, 1 - ALPHA / (len(groups) - 1))
     return "equal" if -math.log1p(TIE) < bounds.low and bounds.high < math.log1p(TIE) else ""
 
@@ -568,15 +553,12 @@ def pairs_for(logs: Sequence[float], tests: int, power: float = 0.8) -> int | No
     """
     if len(logs) < 2 or not any(logs):
         return None
-    mean = math.fsum(logs) / len(logs)
-    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in logs) / (len(logs) - 1))
-    if not mean:
+    if not (mean := math.fsum(logs) / len(logs)):
         return None
     normal = NormalDist()
     level = normal.inv_cdf(1 - ALPHA / 2 / max(tests, 1))
-    many = (
-        (level + normal.inv_cdf(power)) * spread / mean
-    ) ** 2 + level**2 / 2  # the second term corrects for few pairs
+    # The second term corrects for few pairs.
+    many = ((level + normal.inv_cdf(power)) * spread_of(logs) / mean) ** 2 + level**2 / 2
     return max(pairs_needed(tests), math.ceil(many))
 
 

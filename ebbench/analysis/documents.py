@@ -7,7 +7,7 @@ published, ours and difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -141,20 +141,14 @@ def number(value: float) -> str:
     return f"{value:.{digits}f}"
 
 
-def mean_known(values: Iterable[Value]) -> float | None:
-    """Mean of the numbers among ``values``; None if there is none."""
-    known = [float(value) for value in values if isinstance(value, int | float)]
-    return sum(known) / len(known) if known else None
-
-
 def average_row(section_rows: Sequence[tuple[Value, ...]], columns: Sequence[Column], label: str) -> tuple[Value, ...]:
     """A last row with the means of relative columns; means of unlike rates are not meaningful and left out."""
     cells: list[Value] = []
     for index, column in enumerate(columns):
         if column.kind == "label":
             cells.append(label if index == 0 else "")
-        elif column.kind in ("change", "points"):
-            cells.append(mean_known(row[index] for row in section_rows))
         else:
-            cells.append(None)
+            averaged = section_rows if column.kind in ("change", "points") else ()
+            known = [float(value) for row in averaged if isinstance(value := row[index], int | float)]
+            cells.append(sum(known) / len(known) if known else None)
     return tuple(cells)

@@ -153,7 +153,6 @@ def _series(metrics: pa.Table) -> list[tuple[str, _Values]]:
 
 
 def _over_time(values: _Values, times: Floats) -> Floats:
-    """The value at each time: that of the last change."""
     place = np.searchsorted([time_ns for time_ns, _ in values], times, side="right") - 1
     numbers = np.array([value for _, value in values], float)
     return np.where(place >= 0, numbers[np.maximum(place, 0)], 0.0)
@@ -164,17 +163,13 @@ def _sum_over_time(several: list[_Values], times: Floats) -> Floats:
 
 
 TIMELINE_BINS = 20
-_STEP_COLUMNS = (
-    "start_ns", "end_ns", "phase", "mode", "prefill_tokens", "decode_seqs", "kv_blocks_used", "kv_blocks_total",
-    "preemptions",
-)  # fmt: skip
+_STEP_COLUMNS = ("start_ns", "end_ns", "phase", "mode", "prefill_tokens", "decode_seqs")
 
 
 @dataclass(frozen=True)
 class StepKind:
-    """Steps of one phase: number, share of all step time, mean prompt tokens and mean sequences per step."""
+    """Steps of one phase: share of all step time, mean prompt tokens and mean sequences per step."""
 
-    steps: int
     share: float
     mean_s: float
     mean_prefill_tokens: float
@@ -189,7 +184,6 @@ class StepFacts:
     kinds: dict[str, StepKind]
     eb_share: float
     eb_timeline: tuple[float, ...]
-    preemptions: int
 
 
 @dataclass(frozen=True)
@@ -275,28 +269,12 @@ def _step_facts(steps: pa.Table) -> StepFacts:
     shares: list[float] = []
     for time_eb, time_all in zip(exclusive, busy, strict=True):
         shares.append(float(time_eb / time_all) if time_all else (shares[-1] if shares else 0.0))
-    return StepFacts(
-        steps=len(spent),
-        kinds={
-            kind: _step_kind(values, pc.equal(phases, kind).to_numpy(), spent, total)
-            for kind in phases.unique().to_pylist()
-        },
-        eb_share=float(spent[eb].sum()) / total,
-        eb_timeline=tuple(shares),
-        preemptions=int(values["preemptions"].sum()),
-    )
-
-
-def _step_kind(
-    values: dict[str, Any], rows: npt.NDArray[np.bool_], spent: npt.NDArray[np.float64], total: float
-) -> StepKind:
-    return StepKind(
-        steps=int(rows.sum()),
-        share=float(spent[rows].sum()) / total,
-        mean_s=float(spent[rows].mean()) / 1e9,
-        mean_prefill_tokens=float(values["prefill_tokens"][rows].mean()),
-        mean_decode_seqs=float(values["decode_seqs"][rows].mean()),
-    )
+    kinds = {}
+    for kind in phases.unique().to_pylist():
+        rows = pc.equal(phases, kind).to_numpy()
+        prefill, decode = (float(values[name][rows].mean()) for name in ("prefill_tokens", "decode_seqs"))
+        kinds[kind] = StepKind(float(spent[rows].sum()) / total, float(spent[rows].mean()) / 1e9, prefill, decode)
+    return StepFacts(len(spent), kinds, float(spent[eb].sum()) / total, tuple(shares))
 
 
 def _decision_facts(decisions: pa.Table) -> DecisionFacts:

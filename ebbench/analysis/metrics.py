@@ -93,11 +93,8 @@ def steady_windows(columns: RequestColumns, phases: Sequence[ClosedPhase]) -> tu
         return ()
     load = _load(columns)
     if phases:
-        known = []
-        for phase in phases:
-            intended = columns.intended[started & (columns.phase == phase.name)]
-            if len(intended):
-                known.append((phase, int(intended.min())))
+        sent = ((phase, columns.intended[started & (columns.phase == phase.name)]) for phase in phases)
+        known = [(phase, int(intended.min())) for phase, intended in sent if len(intended)]
         ends = [start for _, start in known[1:]] + [int(load.time[-1])]
         windows = []
         for (phase, start), end in zip(known, ends, strict=True):
@@ -148,13 +145,9 @@ def _load(columns: RequestColumns) -> _OpenSessions:
 def _open_loop(columns: RequestColumns, load: _OpenSessions) -> tuple[Window, ...]:
     intended = columns.intended[columns.intended != MISSING]
     first, last = int(intended.min()), int(intended.max())
-    if last <= first:
-        return ()
-    target = load.mean(first, last)
-    span = load.first_and_last_at(LEVEL * target, first, last)
-    if span is None or span[0] >= last:
-        return ()
-    return (Window("", span[0], last, target),)
+    target = load.mean(first, last) if last > first else 0.0
+    span = load.first_and_last_at(LEVEL * target, first, last) if target else None
+    return () if span is None or span[0] >= last else (Window("", span[0], last, target),)
 
 
 # Service-level objectives: limits on request latencies, as in `--goodput ttft:500 tpot:50 e2el:5000`.
@@ -350,7 +343,6 @@ def cost_and_energy(facts: Mapping[str, Any], metrics: Metrics, *, whole: bool =
 
 
 def _cost(price_per_hour: float | None, rate_per_s: float | None, count: float) -> float | None:
-    """Price of ``count`` at a rate; None where either is unknown."""
     return None if price_per_hour is None or not rate_per_s else price_per_hour / PER_HOUR_S / rate_per_s * count
 
 
@@ -445,6 +437,8 @@ def measure(
     e2el_ns, outputs = (columns.last_token - columns.intended)[ok], columns.output_tokens[ok]
     slow_ms = Distribution.of_ns(e2el_ns / np.maximum(outputs, 1)).p90
     sent = chosen & (columns.sent != MISSING) & (columns.intended != MISSING)
+    reported = ok & (columns.cached_tokens != MISSING)
+    cached = int(columns.cached_tokens[reported].sum())
     return Metrics(
         planned=planned,
         completed=int(ok.sum()),
@@ -452,7 +446,7 @@ def measure(
         duration_s=duration_s,
         total_input_tokens=tokens_in,
         total_output_tokens=tokens_out,
-        cached_tokens=int(columns.cached_tokens[ok & (columns.cached_tokens != MISSING)].sum()),
+        cached_tokens=cached,
         preemptions=int(columns.preemptions[chosen].sum()),
         bundled_requests=int(columns.bundled[ok].sum()),
         request_throughput=_rate(int(ok.sum()), duration_s),
@@ -469,7 +463,7 @@ def measure(
         lag=Distribution.of_ns((columns.sent - columns.intended)[sent]),
         input_throughput=_rate(tokens_in, duration_s),
         token_goodput=None if good is None else _rate(int(columns.output_tokens[good].sum()), duration_s),
-        prefix_hit_rate=_hit_rate(columns, ok & (columns.cached_tokens != MISSING)),
+        prefix_hit_rate=_rate(cached, float(columns.input_tokens[reported].sum())),
         abandoned_input_tokens=int(columns.input_tokens[abandoned & columns.prompt_computed].sum()),
         abandoned_output_tokens=int(columns.output_tokens[abandoned].sum()),
         ttfat=Distribution.of_ns((answer_began - columns.intended)[ok & (answer_began != MISSING)]),
@@ -506,11 +500,6 @@ def _rate(amount: float, duration_s: float | None) -> float | None:
     return amount / duration_s if duration_s else None
 
 
-def _hit_rate(columns: RequestColumns, rows: Mask) -> float | None:
-    prompts = int(columns.input_tokens[rows].sum())
-    return int(columns.cached_tokens[rows].sum()) / prompts if prompts else None
-
-
 def tpot_ns(columns: RequestColumns, rows: Mask) -> npt.NDArray[np.float64]:
     """Time per output token (ns) of the completed requests in ``rows`` in which it is defined."""
     later = rows & (columns.tokens_after_first > 0)
@@ -521,15 +510,10 @@ def tpot_ns(columns: RequestColumns, rows: Mask) -> npt.NDArray[np.float64]:
 def latency_columns(columns: RequestColumns, slo: Slo) -> dict[str, pa.Array]:
     """The columns of REQUEST_LATENCIES: one value per planned request, null where it is undefined."""
     ok = columns.ok
-    later = ok & (columns.tokens_after_first > 0)
-    per_token_ns = np.zeros(len(ok))
-    per_token_ns[later] = tpot_ns(columns, ok)
-    spans_ns = {
-        "ttft_ms": (columns.first_token - columns.intended, columns.generated),
-        "tpot_ms": (per_token_ns, later),
-        "e2el_ms": (columns.last_token - columns.intended, ok),
+    known = {"ttft": columns.generated, "tpot": ok & (columns.tokens_after_first > 0), "e2el": ok}
+    latencies = {
+        f"{name}_ms": pa.array(limited_ns(columns, name) / NS_PER_MS, mask=~rows) for name, rows in known.items()
     }
-    latencies = {name: pa.array(ns / NS_PER_MS, mask=~known) for name, (ns, known) in spans_ns.items()}
     met = meets(columns, ok, slo) if slo else np.zeros(len(ok), np.bool_)
     return latencies | {"in_limits": pa.array(met, mask=None if slo else np.ones(len(ok), np.bool_))}
 

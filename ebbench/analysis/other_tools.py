@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,10 @@ from ebbench.records.run import Run
 Floats = npt.NDArray[np.float64]
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E latency"}
 STATISTICS = ("median", "mean", "p99")
+RATES = {
+    "output_throughput": "output tokens/s", "request_throughput": "requests/s",
+    "request_goodput": "goodput, requests/s", "duration_s": "duration, s",
+}  # fmt: skip
 
 
 class Answers(NamedTuple):
@@ -86,11 +91,6 @@ def _finite_samples(values: Floats, weights: Floats | None = None) -> Samples:
     return Samples(values[known], None if weights is None else weights[known])
 
 
-def _messages(answers: Answers) -> Samples:
-    """The gaps between messages: tokens of one message came at one time."""
-    return Samples(answers.gaps[answers.gaps > 0].astype(np.float64))
-
-
 def _reading(
     answers: Answers, end: Ints, tpot: Floats, single: float, itl: Samples, shown: Samples | None, duration_ns: float
 ) -> Reading:
@@ -105,14 +105,11 @@ def _reading(
     return Reading(latencies, duration_ns, judged)
 
 
-def _vllm(answers: Answers) -> Reading:
-    tpot = _per_token(answers.last - answers.first, answers.tokens)
-    return _reading(answers, answers.last, tpot, 0.0, _messages(answers), _finite_samples(tpot), answers.ended)
-
-
-def _sglang(answers: Answers) -> Reading:
-    tpot = _per_token(answers.end - answers.first, answers.tokens)
-    return _reading(answers, answers.end, tpot, 0.0, _messages(answers), _finite_samples(tpot), answers.ended)
+def _of_messages(end: Callable[[Answers], Ints], answers: Answers) -> Reading:
+    """ITL is that of messages: tokens of one message came at one time."""
+    tpot, messages = _per_token(end(answers) - answers.first, answers.tokens), answers.gaps[answers.gaps > 0]
+    itl = Samples(messages.astype(np.float64))
+    return _reading(answers, end(answers), tpot, 0.0, itl, _finite_samples(tpot), answers.ended)
 
 
 def _guidellm(answers: Answers) -> Reading:
@@ -142,13 +139,15 @@ def _inference_perf(answers: Answers) -> Reading:
 TOOLS: Mapping[str, Tool] = {
     tool.name: tool
     for tool in (
-        Tool("vllm", "0.32.0", "vllm/benchmarks/serve.py, lib/endpoint_request_func.py", _vllm),
+        Tool("vllm", "0.32.0", "vllm/benchmarks/serve.py, lib/endpoint_request_func.py",
+             partial(_of_messages, lambda answers: answers.last)),
         Tool("guidellm", "0.8.1", "guidellm/schemas/base/request_stats.py, statistics.py", _guidellm, steps=True),
         Tool("aiperf", "0.13.0", "aiperf/metrics/types", _aiperf),
         Tool("inference-perf", "0.7.0", "inference_perf/reportgen/base.py", _inference_perf),
-        Tool("sglang", "0.5.23", "sglang/benchmark/serving.py, goodput.py", _sglang),
+        Tool("sglang", "0.5.23", "sglang/benchmark/serving.py, goodput.py",
+             partial(_of_messages, lambda answers: answers.end)),
     )
-}
+}  # fmt: skip
 """The tools by name."""
 
 
@@ -198,17 +197,11 @@ def _figures(answers: Answers, slo: Slo, tool: Tool) -> dict[str, float | None]:
     if limits and limits.keys() <= reading.judged.keys():  # else a limit that the tools do not have
         met = [reading.judged[name] <= limit * NS_PER_MS for name, limit in limits.items()]
         goodput = int(np.logical_and.reduce(met).sum()) / duration_s
-    rates = {
-        "output_throughput": int(answers.tokens.sum()) / duration_s,
-        "request_throughput": len(answers.tokens) / duration_s,
-        "request_goodput": goodput,
-        "duration_s": duration_s,
-    }
-    return figures | rates
+    rates = int(answers.tokens.sum()) / duration_s, len(answers.tokens) / duration_s, goodput, duration_s
+    return figures | dict(zip(RATES, rates, strict=True))
 
 
 def _statistics(samples: Samples | None, steps: bool) -> Sequence[float | None]:
-    """Median, mean and 99th percentile in ns."""
     if samples is None or not len(samples.values):
         return (None, None, None)
     values, weights = samples
@@ -257,6 +250,5 @@ def read_as(run: Run, tools: Sequence[Tool], slo: Slo | None = None) -> RunAs:
         distribution: Distribution = getattr(summary.metrics, name)
         own |= {f"median_{name}_ms": distribution.median, f"mean_{name}_ms": distribution.mean}
         own[f"p99_{name}_ms"] = distribution.estimate("p99")  # also of few samples, as tools do
-    for name in ("output_throughput", "request_throughput", "request_goodput", "duration_s"):
-        own[name] = getattr(summary.metrics, name)
+    own |= {name: getattr(summary.metrics, name) for name in RATES}
     return RunAs(str(run.path), summary.policy, summary.seed, own, readings)

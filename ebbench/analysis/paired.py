@@ -16,7 +16,7 @@ from statistics import geometric_mean
 
 from ebbench.analysis.cases import ALPHA, TIE, alike, pairs_needed, partition, two_sided_p
 from ebbench.analysis.environment import differences, listed, remedy
-from ebbench.analysis.statistics import confidence_sequence, detectable_loss, holm, paired_t
+from ebbench.analysis.statistics import confidence_sequence, detectable_loss, holm, paired_t, spread_of
 from ebbench.analysis.units import DRAFTS, FIGURES, GateUnit, load_units
 from ebbench.analysis.verdict import (
     Pair,
@@ -252,22 +252,14 @@ def _adjusted(others: Sequence[PolicyContrasts]) -> list[PolicyContrasts]:
         if _decisive(policy, contrast):
             p_adjusted = next(adjusted)
             logs = [math.log(after / before) for before, after in _values(contrast.figure, policy.pairs)]
-            mean = math.fsum(logs) / len(logs)
-            spread = math.sqrt(math.fsum((x - mean) ** 2 for x in logs) / (len(logs) - 1))
-            smallest = detectable_loss(spread, len(logs), alpha=level)
-            return replace(
-                contrast, p_adjusted=p_adjusted, detectable=None if smallest is None else math.expm1(smallest)
-            )
-        if contrast.figure == policy.deciding and contrast.p is not None:
-            return replace(
-                contrast, p_adjusted=min(1.0, contrast.p * (len(tested) + 1))
-            )  # Bonferroni for one more test
+            smallest = detectable_loss(spread_of(logs), len(logs), alpha=level)
+            detectable = None if smallest is None else math.expm1(smallest)
+            return replace(contrast, p_adjusted=p_adjusted, detectable=detectable)
+        if contrast.figure == policy.deciding and contrast.p is not None:  # Bonferroni for one more test
+            return replace(contrast, p_adjusted=min(1.0, contrast.p * (len(tested) + 1)))
         return contrast
 
-    return [
-        replace(policy, contrasts=tuple(leveled(policy, contrast) for contrast in policy.contrasts))
-        for policy in others
-    ]
+    return [replace(policy, contrasts=tuple(leveled(policy, c) for c in policy.contrasts)) for policy in others]
 
 
 def _decisive(policy: PolicyContrasts, contrast: Contrast) -> bool:

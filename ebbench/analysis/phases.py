@@ -82,15 +82,10 @@ def recoveries(run: Run) -> tuple[Recovery, ...]:
         controller_s = float(inside[-1]) - start if len(inside) else 0.0
         ended = np.searchsorted(last_tokens_s, [start, start + controller_s], "right")
         phase = _recovery(name, start, end, times_s, cumulative)
-        phases.append(
-            replace(
-                phase,
-                ttft_recovery_s=ttft_recovery(columns, name),
-                controller_s=controller_s,
-                controller_requests=int(ended[1] - ended[0]),
-                switches=len(inside),
-            )
-        )
+        phases.append(replace(
+            phase, ttft_recovery_s=ttft_recovery(columns, name), controller_s=controller_s,
+            controller_requests=int(ended[1] - ended[0]), switches=len(inside),
+        ))  # fmt: skip
     return tuple(phases)
 
 
@@ -112,16 +107,9 @@ def ttft_recovery(columns: RequestColumns, phase: str) -> float | None:
 def served_spans(columns: RequestColumns) -> list[tuple[str, float, float]]:
     """(phase, start, end) in s, in order; phases that were never served are left out."""
     ok = columns.ok
-    firsts = columns.first_token / 1e9
-    starts = []
-    for name in dict.fromkeys(columns.phase.tolist()):
-        rows = ok & (columns.phase == name)
-        if rows.any():
-            starts.append((float(firsts[rows].min()), name))
-    starts.sort()
-    if not starts:
-        return []
-    ends = [start for start, _ in starts[1:]] + [float(firsts[ok].max())]
+    firsts, served = columns.first_token[ok] / 1e9, columns.phase[ok]
+    starts = sorted((float(firsts[served == name].min()), name) for name in set(served.tolist()))
+    ends = [start for start, _ in starts[1:]] + ([float(firsts.max())] if starts else [])
     return [(name, start, end) for (start, name), end in zip(starts, ends, strict=True)]
 
 
@@ -130,12 +118,8 @@ def token_times(columns: RequestColumns) -> tuple[npt.NDArray[np.float64], npt.N
     ok = columns.ok
     gaps, counts = columns.gaps_of(ok), columns.gap_counts[ok]
     firsts = columns.first_token[ok]
-    if len(gaps):
-        stops = np.cumsum(counts)
-        running = np.concatenate([[0], np.cumsum(gaps)])
-        later = running[1:] + np.repeat(firsts - running[stops - counts], counts)
-    else:
-        later = np.zeros(0, np.int64)
+    running = np.concatenate([[0], np.cumsum(gaps, dtype=np.int64)])
+    later = running[1:] + np.repeat(firsts - running[np.cumsum(counts) - counts], counts)
     weight = np.where(counts > 0, (columns.output_tokens[ok] - 1) / np.maximum(counts, 1), 0.0)
     times = np.concatenate([firsts, later])
     with_first = columns.input_tokens[ok] + np.minimum(columns.output_tokens[ok], 1.0)
@@ -277,22 +261,15 @@ def _section(run: Run) -> Section:
 
 def _row(summary: Summary, recovery: Recovery | None, with_slo: bool) -> tuple[Value, ...]:
     metrics = summary.metrics
-    row: list[Value] = [
-        summary.phase,
-        metrics.completed,
-        recovery.span_s if recovery else None,
-        recovery.settled_tokens_per_s if recovery else None,
-        metrics.output_throughput,
-        None if metrics.ttft.median is None else metrics.ttft.median / 1e3,
-        metrics.tpot.median,
-    ]
-    if with_slo:
-        row.append(None if metrics.slo_attainment is None else 100 * metrics.slo_attainment)
-    if recovery is None:
-        return (*row, None, None, None, None, None)
-    return (
-        *row, recovery.recovery_s, recovery.ttft_recovery_s, recovery.lost_s, recovery.controller_s, recovery.switches,
+    names = (
+        "span_s", "settled_tokens_per_s", "recovery_s", "ttft_recovery_s", "lost_s", "controller_s", "switches",
     )  # fmt: skip
+    span_s, settled, *after = (None if recovery is None else getattr(recovery, name) for name in names)
+    ttft_ms, met = metrics.ttft.median, metrics.slo_attainment
+    row: list[Value] = [summary.phase, metrics.completed, span_s, settled, metrics.output_throughput]
+    row += [None if ttft_ms is None else ttft_ms / 1e3, metrics.tpot.median]
+    row += [None if met is None else 100 * met] if with_slo else []
+    return (*row, *after)
 
 
 def attainment_document(

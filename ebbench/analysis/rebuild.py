@@ -141,7 +141,6 @@ def _join_shards(name: str, paths: Sequence[Path], damaged: list[Path], director
 
 
 def _judged(manifest: Manifest, tables: dict[str, pa.Table], recorded: int, damaged: Sequence[Path]) -> Manifest:
-    """The manifest of the rebuilt run, which is never valid."""
     columns = RequestColumns.of(tables["requests"])
     metrics = measure(columns, windows=steady_windows(columns, manifest.phases))
     invalid = invalid_reasons(tables["requests"], tables["plan"], columns, metrics, paced_sends=False)

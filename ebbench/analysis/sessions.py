@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -121,13 +120,16 @@ def _spans(
     return start, end, wait, tool
 
 
+_TIMES = ("completion", "model", "wait", "tool", "think")
+
+
 @dataclass(frozen=True)
 class SessionFigures:
     """Sessions that began in a run, of all or of one class; times in ms, of complete ones.
 
     ``model_share``: model time / completion time, ``tool_share`` and ``think_share``: the same of tools and users, and
-    ``interactivity``: output tokens / request time (tokens/s), each over all complete sessions together. ``tool`` and
-    ``think``: of the sessions whose plan tells them apart; the shares are None unless it does of all.
+    ``interactivity_tokens_per_s``: output tokens / request time, each over all complete sessions together. ``tool``
+    and ``think``: of the sessions whose plan tells them apart; the shares are None unless it does of all.
     """
 
     planned: int
@@ -140,7 +142,7 @@ class SessionFigures:
     model_share: float | None
     tool_share: float | None
     think_share: float | None
-    interactivity: float | None
+    interactivity_tokens_per_s: float | None
     mean_turns: float | None
     mean_input_tokens: float | None
     mean_output_tokens: float | None
@@ -160,39 +162,20 @@ class SessionFigures:
         def share(part: npt.NDArray[np.float64]) -> float | None:
             return float(part.sum()) / whole if whole and len(part) == done.num_rows else None
 
-        times = ("completion_ms", "model_ms", "wait_ms", "tool_ms", "think_ms")
-        completion, model, wait, tool, think = map(ns, times)
+        completion, model, wait, tool, think = (ns(f"{name}_ms") for name in _TIMES)
         whole, requests = float(completion.sum()), float(ns("request_ms").sum())
+        of = Distribution.of_ns
         return cls(
-            table.num_rows,
-            done.num_rows,
-            Distribution.of_ns(completion),
-            Distribution.of_ns(model),
-            Distribution.of_ns(wait),
-            Distribution.of_ns(tool),
-            Distribution.of_ns(think),
-            float(model.sum()) / whole if whole else None,
-            share(tool),
-            share(think),
+            table.num_rows, done.num_rows, of(completion), of(model), of(wait), of(tool), of(think), share(model),
+            share(tool), share(think),
             float(done["output_tokens"].to_numpy().sum()) / requests * 1e9 if requests else None,
-            mean("turns"),
-            mean("input_tokens"),
-            mean("output_tokens"),
-        )
+            mean("turns"), mean("input_tokens"), mean("output_tokens"),
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, float | int | None]:
         """Flat values, times as ``{mean,median,std,p90,p95,p99}_{completion,model,wait,tool,think}_ms``."""
-        own = {
-            "planned": self.planned, "complete": self.complete, "model_share": self.model_share,
-            "tool_share": self.tool_share, "think_share": self.think_share,
-            "interactivity_tokens_per_s": self.interactivity, "mean_turns": self.mean_turns,
-            "mean_input_tokens": self.mean_input_tokens, "mean_output_tokens": self.mean_output_tokens,
-        }  # fmt: skip
-        times: dict[str, Any] = {
-            f"{statistic}_{name}_ms": value
-            for name in ("completion", "model", "wait", "tool", "think")
-            for statistic, value in getattr(self, name).items()
-        }
+        own = {name: value for name, value in vars(self).items() if name not in _TIMES}
+        times = {f"{statistic}_{name}_ms": value for name in _TIMES for statistic, value in getattr(self, name).items()}
         return own | times
 
 

@@ -100,15 +100,18 @@ def tukey_reach(treatments: int, freedom: int, alpha: float) -> float:
     return float(_stats().studentized_range.ppf(1 - alpha, treatments, freedom)) / math.sqrt(2)
 
 
+def spread_of(losses: Sequence[float]) -> float:
+    """Sample standard deviation; 0 of a single value."""
+    mean = math.fsum(losses) / len(losses)
+    return math.sqrt(math.fsum((x - mean) ** 2 for x in losses) / (len(losses) - 1)) if len(losses) > 1 else 0.0
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's adjusted p-values, in the order given; they control the family-wise error."""
-    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
-    adjusted = [0.0] * len(p_values)
-    floor = 0.0
-    for rank, index in enumerate(order):
-        floor = max(floor, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = floor
-    return adjusted
+    values, order = np.asarray(p_values, np.float64), np.argsort(p_values, kind="stable")
+    adjusted = np.empty(len(values))
+    adjusted[order] = np.maximum.accumulate(np.minimum(values[order] * np.arange(len(values), 0, -1), 1.0))
+    return [float(value) for value in adjusted]
 
 
 def pairs_to_pass(spread: float, margin: float, *, confidence: float = 0.95, power: float = 0.8) -> int | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import pyarrow as pa
@@ -78,13 +79,13 @@ class Drafted:
     @staticmethod
     def over(runs: Sequence[Drafted]) -> Drafted:
         """Sums over several runs; None where a run has no value."""
-        steps = [run.steps for run in runs]
-        drafted, accepted = ([sum(place) for place in zip(*by_run, strict=False)] for by_run in (
-            [run.drafted for run in runs], [run.accepted for run in runs],
-        ))  # fmt: skip
-        tokens = sum(run.accepted_tokens for run in runs)
-        known = [count for count in steps if count is not None]
-        return Drafted(sum(known) if len(known) == len(steps) else None, tuple(drafted), tuple(accepted), tokens)
+        known = [run.steps for run in runs if run.steps is not None]
+        steps = sum(known) if len(known) == len(runs) else None
+        drafted, accepted = (
+            tuple(map(sum, zip(*by_run, strict=False)))
+            for by_run in ([run.drafted for run in runs], [run.accepted for run in runs])
+        )
+        return Drafted(steps, drafted, accepted, sum(run.accepted_tokens for run in runs))
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -125,9 +126,6 @@ def sets_drafts(policy: str) -> bool:
         return False
 
 
-# The clients that sent a run's requests: machines, where there were several, and connections.
-
-
 @dataclass(frozen=True)
 class ClientNodes:
     """Nodes of a Ray cluster that sent a run's requests; ``count`` 0: the machine that reports it sent them itself.
@@ -165,16 +163,14 @@ class ClientNodes:
         }
 
     def __str__(self) -> str:
-        connections = ""
-        if self.connections:
-            connections = f"{counted(self.connections, 'connection')} at most, {self.connections_used:,} in use"
-        if not self.count:
-            return connections
         lost = f", {self.lost} lost" if self.lost else ""
         aligned = "" if self.alignment_error_ms is None else f", clocks aligned to {self.alignment_error_ms:.2g} ms"
-        return f"{counted(self.count, 'client node')} with {self.workers} processes{lost}{aligned}" + (
-            f", {connections}" if connections else ""
+        parts = [f"{counted(self.count, 'client node')} with {self.workers} processes{lost}{aligned}"] * bool(
+            self.count
         )
+        if self.connections:
+            parts.append(f"{counted(self.connections, 'connection')} at most, {self.connections_used:,} in use")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -242,10 +238,7 @@ class Summary:
 
         ``all_percentiles`` adds ``unsound_percentiles``: those with too few samples, which are otherwise null.
         """
-        identity = {
-            name: getattr(self, name)
-            for name in ("policy", "engine", "device", "model", "workload", "scenario", "source", "seed", "run_dir")
-        }
+        identity = {name: getattr(self, name) for name in (*_IDENTITY, "run_dir")}
         verdict = {
             "valid": self.valid,
             "reasons": [reason.to_dict(str(reason)) for reason in self.reasons],
@@ -281,11 +274,9 @@ class Summary:
 
     def _of_class(self, name: str) -> dict[str, Any]:
         priority = {"priority": self.load.priorities.get(name, 0)} if self.load.priorities else {}
-        return priority | self.of_class(name)._figures()
-
-    def _figures(self) -> dict[str, Any]:
-        limits = {"goodput_slo_ms": self.slo.limits() or None}
-        return metrics_dict(self.metrics) | limits | self._parts()
+        own = self.of_class(name)
+        limits = {"goodput_slo_ms": own.slo.limits() or None}
+        return priority | metrics_dict(own.metrics) | limits | own._parts()
 
     def to_table(self) -> pa.Table:
         """One row with the figures of :meth:`to_dict` under its keys, for Parquet: those of a steady window as
@@ -376,25 +367,15 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
     drafted = Drafted.of(manifest.facts)
     if drafted is not None and not phase:
         metrics = replace(metrics, mean_acceptance_length=drafted.mean_acceptance_length)
+    as_stored = (*_IDENTITY, "valid", "interrupted", "warnings", "plan_hash", "anchor_unix_ns")
     return Summary(
-        policy=manifest.policy,
-        engine=manifest.engine,
-        device=manifest.device,
-        model=manifest.model,
-        workload=manifest.workload,
-        scenario=manifest.scenario,
-        source=manifest.source,
-        seed=manifest.seed,
+        **{name: getattr(manifest, name) for name in as_stored},
         run_dir=str(run.path),
-        valid=manifest.valid,
         reasons=tuple(manifest.reasons),
-        interrupted=manifest.interrupted,
-        warnings=manifest.warnings,
         slo=slo,
         metrics=metrics,
         open_loop=not manifest.phases,
         phase=phase,
-        plan_hash=manifest.plan_hash,
         environment=run_environment(manifest),
         failures=failures_by_cause(run.table("requests", FAILURE_COLUMNS), phase),
         load=load_of_run(manifest),
@@ -402,22 +383,24 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
         clients=ClientNodes.of(manifest.facts),
         until_clear=bool(manifest.facts.get("until_clear")),
         virtual=manifest.clock == "virtual",
-        anchor_unix_ns=manifest.anchor_unix_ns,
         kv={name: manifest.facts.get(name) for name in KV_FIGURES},
         drafted=drafted,
         estimated_answers=(manifest.facts.get(ESTIMATED) or {}).get("answers", 0),
     )
 
 
+_IDENTITY = ("policy", "engine", "device", "model", "workload", "scenario", "source", "seed")
+"""What a summary has as its run's manifest does."""
+
+
 def unsound_percentiles(metrics: Metrics) -> dict[str, float]:
     """Percentiles with too few samples, in ms, by their names in :func:`metrics_dict`."""
     unsound = {}
-    for latency in (*LATENCIES, *FURTHER_LATENCIES):
+    for latency, name in product((*LATENCIES, *FURTHER_LATENCIES), QUANTILES):
         distribution: Distribution = getattr(metrics, latency)
-        for name in QUANTILES:
-            estimate = distribution.estimate(name)
-            if estimate is not None and getattr(distribution, name) is None:
-                unsound[f"{name}_{latency}_ms"] = estimate
+        estimate = distribution.estimate(name)
+        if estimate is not None and getattr(distribution, name) is None:
+            unsound[f"{name}_{latency}_ms"] = estimate
     return unsound
 
 
@@ -522,6 +505,4 @@ def _mean_and_spread(values: list[float | None]) -> tuple[float | None, float | 
     if len(known) < len(values):
         return None, None
     mean = sum(known) / len(known)
-    if len(known) < 2:
-        return mean, None
-    return mean, (sum((value - mean) ** 2 for value in known) / (len(known) - 1)) ** 0.5
+    return mean, (sum((value - mean) ** 2 for value in known) / (len(known) - 1)) ** 0.5 if len(known) > 1 else None

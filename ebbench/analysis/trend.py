@@ -26,7 +26,6 @@ from ebbench.analysis.verdict import (
     Rules,
     gated_by_default,
     judge,
-    paired_losses,
     pairs_needed,
     without_copies,
 )
@@ -245,10 +244,8 @@ def _judged(before: Sequence[Point], after: Sequence[Point], figure: str, rules:
 
 
 def _entry(pairs: Sequence[Pair], figure: str, rules: Rules) -> Judged | None:
-    if not pairs or isinstance(paired_losses(figure, pairs), str):
-        return None
-    verdict = judge(pairs, rules, with_detectable=False)
-    return next(entry for entry in verdict.judged if entry.figure == figure)
+    judged = judge(pairs, rules, with_detectable=False).judged if pairs else ()
+    return next((entry for entry in judged if entry.figure == figure), None)
 
 
 def nearest_pairs(before: Sequence[Point], after: Sequence[Point]) -> list[Pair]:
@@ -277,11 +274,11 @@ def _changes(points: Sequence[Point], first: int, figure: str, rules: Rules) -> 
     if change is None:
         return []
     place = change.place
-    return [
-        *_changes(points[:place], first, figure, rules),
-        replace(change, place=first + place),
-        *_changes(points[place:], first + place, figure, rules),
-    ]
+    before, after = (
+        _changes(points[:place], first, figure, rules),
+        _changes(points[place:], first + place, figure, rules),
+    )
+    return [*before, replace(change, place=first + place), *after]
 
 
 def _change(points: Sequence[Point], figure: str, rules: Rules) -> Change | None:
@@ -292,7 +289,11 @@ def _change(points: Sequence[Point], figure: str, rules: Rules) -> Change | None
     if not tested:
         return None
     levels = _levels(points, figure)
-    place = max(tested, key=lambda candidate: _stands_out(levels, candidate))
+
+    def standing_out(at: int) -> float:  # difference of the means in its standard errors, but for a factor
+        return abs(fmean(levels[at:]) - fmean(levels[:at])) * math.sqrt(at * (len(levels) - at) / len(levels))
+
+    place = max(tested, key=standing_out)
     # In virtual time the same plan gives the same figure whenever it is run, so that no night is worse by chance.
     exact = all(pair.candidate.virtual and pair.candidate.lengths == pair.baseline.lengths for pair in tested[place])
     shared = replace(rules, alpha=rules.alpha / 2 / (1 if exact else len(tested)))  # it may rise or fall
@@ -318,12 +319,6 @@ def _levels(points: Sequence[Point], figure: str) -> list[float]:
     return [fmean(value - means.get(plan, 0.0) for plan, value in point) for point in logs]
 
 
-def _stands_out(levels: Sequence[float], place: int) -> float:
-    """Difference of the means on both sides of a place, in units of its standard error but for a factor."""
-    before, after = levels[:place], levels[place:]
-    return abs(fmean(after) - fmean(before)) * math.sqrt(len(before) * len(after) / len(levels))
-
-
 def trends_of(runs: Sequence[Run], rules: Rules = DEFAULT_RULES) -> list[list[Trend]]:
     """Per series, those that began first in front, the trends of the gated figures.
 
@@ -332,9 +327,9 @@ def trends_of(runs: Sequence[Run], rules: Rules = DEFAULT_RULES) -> list[list[Tr
     points_by_series = series_points(trend_members(runs))
     if not points_by_series:
         raise DataError("no valid run to make a history of")
-    series = sorted(points_by_series.items(), key=lambda item: item[1][0].begun_ns)
-    return [[trend_of(kind, points, figure, rules) for figure in _figures(points, rules)] for kind, points in series]
-
-
-def _figures(points: Sequence[Point], rules: Rules) -> Sequence[str]:
-    return rules.gated if rules.gated != GATED else gated_by_default([unit for point in points for unit in point.units])
+    trends = []
+    for kind, points in sorted(points_by_series.items(), key=lambda item: item[1][0].begun_ns):
+        units = [unit for point in points for unit in point.units]
+        figures = rules.gated if rules.gated != GATED else gated_by_default(units)
+        trends.append([trend_of(kind, points, figure, rules) for figure in figures])
+    return trends

@@ -89,7 +89,7 @@ def is_higher_better(figure: str) -> bool:
 
 def classes_among(units: Iterable[GateUnit]) -> list[str]:
     """The classes of requests of which any of the units has figures."""
-    return sorted({name for unit in units for name in (figure.rpartition(":")[0] for figure in unit.figures) if name})
+    return sorted({figure.rpartition(":")[0] for unit in units for figure in unit.figures} - {""})
 
 
 @dataclass(frozen=True)
@@ -189,29 +189,19 @@ def gate_unit(run: Run) -> GateUnit:
 
 
 def _unit_of(run: Run) -> GateUnit:
-    manifest = run.manifest
-    summary = summarise(run)
+    manifest, summary = run.manifest, summarise(run)
     steady = summary.metrics.steady
+    figures = unit_figures(summary.metrics) | {DRAFTS: summary.tokens_per_step}
+    for name, metrics in summary.classes.items():
+        if name != NO_CLASS:
+            figures |= {f"{name}:{figure}": value for figure, value in unit_figures(metrics).items()}
+    same = ("environment", "policy", "plan_hash", "seed", "virtual", "anchor_unix_ns", "conditions", "until_clear")
     return GateUnit(
-        environment=summary.environment,
-        policy=manifest.policy,
-        plan_hash=manifest.plan_hash,
-        seed=manifest.seed,
-        virtual=manifest.clock == "virtual",
-        anchor_unix_ns=manifest.anchor_unix_ns,
+        **{name: getattr(summary, name) for name in same},
         run=str(run.path),
-        figures=unit_figures(summary.metrics)
-        | {DRAFTS: summary.tokens_per_step}
-        | {
-            f"{name}:{figure}": value
-            for name, metrics in summary.classes.items()
-            if name != NO_CLASS
-            for figure, value in unit_figures(metrics).items()
-        },
+        figures=figures,
         slo=str(summary.slo),
         load=describe_load(manifest),
-        conditions=summary.conditions,
-        until_clear=summary.until_clear,
         steady_rate=steady.output_throughput if summary.open_loop and steady else None,
         caveats=of_device(manifest.engine, manifest.warnings),
         lengths=lengths_hash(run) if manifest.clock == "virtual" else "",
@@ -239,8 +229,10 @@ def unit_figures(metrics: Metrics) -> dict[str, float | None]:
     return {figure: figures.get(figure) for figure in MEASURED}
 
 
-def of_policy(units: Sequence[GateUnit], policy: str, side: str) -> list[GateUnit]:
-    """The units of one policy. Raises UnknownNameError, naming the existing ones, if there is none."""
+def of_policy(units: Sequence[GateUnit], policy: str | None, side: str) -> list[GateUnit]:
+    """The units of one policy; None: of all. Raises UnknownNameError, naming the existing ones, if there is none."""
+    if policy is None:
+        return list(units)
     chosen = [unit for unit in units if unit.policy == policy]
     if not chosen:
         raise UnknownNameError(f"policy of the {side}", policy, dict.fromkeys(unit.policy for unit in units))
@@ -251,8 +243,7 @@ def require_one_environment(units: Sequence[GateUnit], allowed: Sequence[str], s
     """Raise DataError, naming the differing keys, if the units of one side differ in environment or policy."""
     first = units[0]
     for unit in units[1:]:
-        unlike = differences(first.environment, unit.environment, allowed)
-        if unlike:
+        if unlike := differences(first.environment, unit.environment, allowed):
             problem = f"{first.run} and {unit.run} are not comparable ({listed(unlike)})"
             raise DataError(f"{side}: {problem}; {remedy(unlike)} allows it")
         if unit.policy != first.policy:

@@ -82,8 +82,6 @@ def failures_by_cause(requests: pa.Table, phase: str = "") -> tuple[Failure, ...
     if phase:
         chosen = pc.and_(chosen, pc.equal(requests["phase"], phase))
     failed = requests.select(list(FAILURE_COLUMNS)).filter(chosen)
-    if not failed.num_rows:
-        return ()
     groups: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for error_class, message, count in _distinct(failed):
         groups.setdefault((error_class, _remedy(error_class, message)), []).append((message, count))
@@ -99,9 +97,8 @@ def merge_failures(several: Iterable[Sequence[Failure]]) -> tuple[Failure, ...]:
     merged: dict[tuple[str, str], Failure] = {}
     for failure in (failure for failures in several for failure in failures):
         key = (failure.error_class, failure.remedy)
-        before = merged.get(key)
-        count, example = (before.count, before.example) if before else (0, "")
-        merged[key] = replace(failure, count=count + failure.count, example=example or failure.example)
+        before = merged.get(key, replace(failure, count=0, example=""))
+        merged[key] = replace(before, count=before.count + failure.count, example=before.example or failure.example)
     return _ordered(merged.values())
 
 
@@ -115,7 +112,6 @@ def _ordered(failures: Iterable[Failure]) -> tuple[Failure, ...]:
 
 
 def _distinct(failed: pa.Table) -> Iterator[tuple[str, str, int]]:
-    """Error class, message and count, in order of first appearance."""
     classes = pc.coalesce(failed["error_class"].cast(pa.string()), failed["status"].cast(pa.string()))
     pairs = pa.table({"class": classes, "body": failed["error_body"].cast(pa.string())})
     counted = pairs.group_by(["class", "body"], use_threads=False).aggregate([([], "count_all")])
@@ -131,7 +127,6 @@ def _distinct(failed: pa.Table) -> Iterator[tuple[str, str, int]]:
 
 
 def _example(messages: Sequence[tuple[str, int]]) -> str:
-    """The most frequent message (of equals the first), on one line."""
     counts: dict[str, int] = {}
     for message, count in messages:
         counts[message] = counts.get(message, 0) + count
@@ -140,7 +135,6 @@ def _example(messages: Sequence[tuple[str, int]]) -> str:
 
 
 def _message_in(value: object) -> str:
-    """The message inside a decoded error; empty if there is none."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):  # FastAPI: one entry per field
@@ -289,6 +283,4 @@ def _lateness(requests: pa.Table, columns: RequestColumns, asked_ms: float | Non
         return []
     p99_ms = float(np.percentile((columns.sent - columns.intended)[sent], 99)) / 1e6
     limit_ms = lag_limit_ms(requests, asked_ms)
-    if p99_ms <= limit_ms:
-        return []
-    return [warning("client-late", p99_lag_ms=p99_ms, limit_ms=limit_ms)]
+    return [warning("client-late", p99_lag_ms=p99_ms, limit_ms=limit_ms)] if p99_ms > limit_ms else []

@@ -25,7 +25,6 @@ from msgspec import to_builtins
 
 from ebbench.analysis.environment import differences, listed, remedy
 from ebbench.analysis.statistics import (
-    PairedInterval,
     anytime_p,
     confidence_sequence,
     detectable_loss,
@@ -33,6 +32,7 @@ from ebbench.analysis.statistics import (
     paired_t,
     pairs_to_pass,
     sign_flip_p,
+    spread_of,
 )
 from ebbench.analysis.summary import ACCEPTED_ALIKE, sets_drafts
 from ebbench.analysis.units import (
@@ -177,7 +177,7 @@ def drafts_apart(pairs: Sequence[Pair]) -> float:
     """
     known = [(pair.baseline.figures.get(DRAFTS), pair.candidate.figures.get(DRAFTS)) for pair in pairs]
     logs = [math.log(after / before) for before, after in known if before and after]
-    policies = {unit.policy for pair in pairs for unit in (pair.baseline, pair.candidate)}
+    policies = {unit.policy for unit in units_of(pairs)}
     if len(logs) < len(pairs) or not logs or any(map(sets_drafts, policies)):
         return 0.0
     mean = math.fsum(logs) / len(logs)
@@ -267,29 +267,25 @@ def judge(
     rules = _with_figures(rules, pairs)
     _check(rules, pairs)
     rules = replace(rules, sequential=rules.sequential or repeated_until_clear(pairs))
-    losses, skipped = {}, {}
     drafted = [DRAFTS] if measured_somewhere(DRAFTS, pairs) else []
-    for figure in dict.fromkeys([*rules.gated, *FIGURES, *drafted, *figures_by_class(pairs)]):
-        losses_or_why = paired_losses(figure, pairs)
-        if isinstance(losses_or_why, str):
-            skipped[figure] = losses_or_why
-        else:
-            losses[figure] = losses_or_why
-    gated = [figure for figure in rules.gated if figure in losses]
-    adjusted = dict(zip(gated, holm([_p(losses[figure], rules) for figure in gated]), strict=True))
+    shown = dict.fromkeys([*rules.gated, *FIGURES, *drafted, *figures_by_class(pairs)])
+    known = {figure: paired_losses(figure, pairs) for figure in shown}
+    skipped = {figure: why for figure, why in known.items() if isinstance(why, str)}
+    losses = {figure: losses for figure, losses in known.items() if not isinstance(losses, str)}
+    gated = {figure: losses[figure] for figure in rules.gated if figure in losses}
+    adjusted = _adjusted(gated, rules)
     level = rules.alpha / max(len(gated), 1) if with_detectable and not rules.sequential else None
     judged = tuple(_judged(figure, losses[figure], pairs, adjusted.get(figure), level, rules) for figure in losses)
     # A gated figure that cannot be judged leaves the verdict open if it was chosen, or if some runs have it.
     chosen = rules.gated != GATED
     partial = [name for name in rules.gated if name in skipped and (chosen or measured_somewhere(name, pairs))]
-    cause = _order_cause(pairs, {figure: losses[figure] for figure in gated}, rules)
+    cause = _order_cause(pairs, gated, rules)
     outcome, reason = _conclude([entry for entry in judged if entry.gated], partial, len(pairs), rules, cause)
     # Classes of requests that are worse by the gate's test, in figures that are not gated.
-    watched = [figure for figure in losses if ":" in figure and figure not in rules.gated]
-    means = {figure: math.expm1(math.fsum(losses[figure]) / len(losses[figure])) for figure in watched}
-    tested = zip(watched, holm([_p(losses[figure], rules) for figure in watched]), strict=True)
-    worse = {figure: means[figure] for figure, p in tested if p <= rules.alpha}
-    worse = {figure: loss for figure, loss in worse.items() if loss >= rules.margin_of(figure)}
+    watched = {figure: own for figure, own in losses.items() if ":" in figure and figure not in rules.gated}
+    means = {figure: math.expm1(math.fsum(own) / len(own)) for figure, own in watched.items()}
+    shown_worse = (figure for figure, p in _adjusted(watched, rules).items() if p <= rules.alpha)
+    worse = {figure: means[figure] for figure in shown_worse if means[figure] >= rules.margin_of(figure)}
     notes = [*further_notes, *([fact("worse_classes", losses=worse)] if worse else []), *_notes(pairs)]
     return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, tuple(notes), cause)
 
@@ -318,13 +314,9 @@ def figures_by_class(pairs: Sequence[Pair]) -> list[str]:
 def worse_by_gate(pairs: Sequence[Pair]) -> dict[str, float]:
     """The gated figures in which the candidate is worse by the gate's test, with p; margins are not asked for."""
     rules = replace(_with_figures(DEFAULT_RULES, pairs), sequential=repeated_until_clear(pairs))
-    losses = {
-        figure: losses_or_why
-        for figure in rules.gated
-        if not isinstance(losses_or_why := paired_losses(figure, pairs), str)
-    }
-    adjusted = zip(losses, holm([_p(values, rules) for values in losses.values()]), strict=True)
-    return {figure: p for figure, p in adjusted if p <= rules.alpha}
+    known = {figure: paired_losses(figure, pairs) for figure in rules.gated}
+    losses = {figure: losses for figure, losses in known.items() if not isinstance(losses, str)}
+    return {figure: p for figure, p in _adjusted(losses, rules).items() if p <= rules.alpha}
 
 
 def repeated_until_clear(pairs: Sequence[Pair]) -> bool:
@@ -334,6 +326,10 @@ def repeated_until_clear(pairs: Sequence[Pair]) -> bool:
 
 def _p(losses: Sequence[float], rules: Rules) -> float:
     return anytime_p(losses) if rules.sequential else sign_flip_p(losses)
+
+
+def _adjusted(losses: Mapping[str, Sequence[float]], rules: Rules) -> dict[str, float]:
+    return dict(zip(losses, holm([_p(values, rules) for values in losses.values()]), strict=True))
 
 
 def _check(rules: Rules, pairs: Sequence[Pair]) -> None:
@@ -360,10 +356,7 @@ def measured_somewhere(figure: str, pairs: Sequence[Pair]) -> bool:
 
 def paired_losses(figure: str, pairs: Sequence[Pair]) -> tuple[float, ...] | str:
     """Log ratios, positive if the candidate is worse, or the code of why they cannot be computed."""
-    if (
-        figure.endswith("request_goodput")
-        and len({unit.slo for pair in pairs for unit in (pair.baseline, pair.candidate)}) > 1
-    ):
+    if figure.endswith("request_goodput") and len({unit.slo for unit in units_of(pairs)}) > 1:
         return "limits_differ"
     losses = []
     for pair in pairs:
@@ -377,20 +370,19 @@ def paired_losses(figure: str, pairs: Sequence[Pair]) -> tuple[float, ...] | str
 
 
 def _judged(
-    figure: str,
-    losses: tuple[float, ...],
-    pairs: Sequence[Pair],
-    p_adjusted: float | None,
-    level: float | None,
+    figure: str, losses: tuple[float, ...], pairs: Sequence[Pair], p_adjusted: float | None, level: float | None,
     rules: Rules,
-) -> Judged:
+) -> Judged:  # fmt: skip
     p = _p(losses, rules)
     interval = (confidence_sequence if rules.sequential else paired_t)(losses, rules.confidence)
     gated, margin = p_adjusted is not None, rules.margin_of(figure)
     adjusted = p if p_adjusted is None else p_adjusted
-    detectable = None
+    detectable, least = None, math.log1p(margin)
     if level is not None:
-        detectable = detectable_loss(_spread(losses), len(losses), alpha=level, margin=math.log1p(margin))
+        detectable = detectable_loss(spread_of(losses), len(losses), alpha=level, margin=least)
+    outcome: Outcome = "pass" if interval.high < least else "inconclusive"
+    if adjusted <= rules.alpha and interval.mean >= least:
+        outcome = "fail"
     return Judged(
         figure=figure,
         gated=gated,
@@ -405,14 +397,8 @@ def _judged(
         p_adjusted=adjusted,
         margin=margin,
         detectable=None if detectable is None else math.expm1(detectable),
-        outcome=_outcome(interval, adjusted, math.log1p(margin), rules.alpha),
+        outcome=outcome,
     )
-
-
-def _outcome(interval: PairedInterval, p_adjusted: float, margin: float, alpha: float) -> Outcome:
-    if p_adjusted <= alpha and interval.mean >= margin:
-        return "fail"
-    return "pass" if interval.high < margin else "inconclusive"
 
 
 def _conclude(
@@ -446,7 +432,7 @@ def _enough_pairs(open_ones: Sequence[Judged], rules: Rules) -> int | None:
     """Estimated number of pairs needed for a verdict if the sides are equal, from the observed spread; None: it is too
     large for the margin."""
     counts = [
-        pairs_to_pass(_spread(entry.losses), math.log1p(entry.margin), confidence=rules.confidence)
+        pairs_to_pass(spread_of(entry.losses), math.log1p(entry.margin), confidence=rules.confidence)
         for entry in open_ones
     ]
     known = [count for count in counts if count is not None]
@@ -464,33 +450,24 @@ def _order_cause(pairs: Sequence[Pair], losses: Mapping[str, Sequence[float]], r
     second = [1 if pair.candidate.anchor_unix_ns > pair.baseline.anchor_unix_ns else -1 for pair in pairs]
     if any(pair.baseline.virtual for pair in pairs) or len(set(second)) < 2:
         return None
-    better: dict[str, float] = {}
-    worse: dict[str, float] = {}
+    found: dict[str, dict[str, float]] = {"second_better": {}, "second_worse": {}}
     for figure, values in losses.items():
         turned = [sign * value for sign, value in zip(second, values, strict=True)]
         mean = math.fsum(turned) / len(turned)
         follows = abs(mean) > max(abs(math.fsum(values) / len(values)), math.log1p(rules.margin_of(figure)))
         if follows and sign_flip_p([value * math.copysign(1.0, mean) for value in turned]) <= ORDER_P:
-            (better if mean < 0 else worse)[figure] = abs(math.expm1(mean))
-    if better:
-        return fact("second_better", by=better)
-    return fact("second_worse", by=worse) if worse else None
+            found["second_better" if mean < 0 else "second_worse"][figure] = abs(math.expm1(mean))
+    return next((fact(code, by=by) for code, by in found.items() if by), None)
 
 
 def _notes(pairs: Sequence[Pair]) -> tuple[Fact, ...]:
     notes = []
-    policies = dict.fromkeys(unit.policy for pair in pairs for unit in (pair.baseline, pair.candidate))
+    policies = dict.fromkeys(unit.policy for unit in units_of(pairs))
     if len(policies) > 1:
         notes.append(fact("policies_differ", policies=list(policies)))
-    differing = [
-        difference
-        for pair in pairs
-        for difference in differences(pair.baseline.environment, pair.candidate.environment)
-    ]
-    if differing:
-        notes.append(
-            fact("sides_differ", differences=[difference._asdict() for difference in dict.fromkeys(differing)])
-        )
+    sides = ((pair.baseline.environment, pair.candidate.environment) for pair in pairs)
+    if unlike := dict.fromkeys(difference for both in sides for difference in differences(*both)):
+        notes.append(fact("sides_differ", differences=[difference._asdict() for difference in unlike]))
     if drafts := drafts_apart(pairs):
         notes.append(fact("drafts_apart", tokens_per_step=math.expm1(drafts)))
     if repeated_until_clear(pairs):
@@ -520,13 +497,7 @@ def _about_server(pairs: Sequence[Pair]) -> list[Fact]:
         codes.remove(WARM_CACHE)
         side = "candidate" if pairs[0].candidate.anchor_unix_ns > pairs[0].baseline.anchor_unix_ns else "baseline"
         notes.append(fact("cache_warm_for_second", side=side, server=server))
-    units = [unit for pair in pairs for unit in (pair.baseline, pair.candidate)]
-    return notes + [warning for unit in units for warning in unit.about_server if warning.code in codes]
-
-
-def _spread(losses: Sequence[float]) -> float:
-    mean = math.fsum(losses) / len(losses)
-    return math.sqrt(math.fsum((x - mean) ** 2 for x in losses) / (len(losses) - 1)) if len(losses) > 1 else 0.0
+    return notes + [warning for unit in units_of(pairs) for warning in unit.about_server if warning.code in codes]
 
 
 def _share(log_loss: float) -> float:

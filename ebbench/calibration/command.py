@@ -13,15 +13,7 @@ import pyarrow.compute as pc
 
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import measure
-from ebbench.calibration.measure import (
-    MeasuredCosts,
-    ProbeGrid,
-    calibrate,
-    cost_grid,
-    costs_of_steps,
-    fit,
-    read_steps,
-)
+from ebbench.calibration.measure import MeasuredCosts, ProbeGrid, calibrate, cost_grid, costs_of_steps, fit, read_steps
 from ebbench.calibration.rounds import SteppedVllm, measure_steps, run_closed_loop, start
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_VLLM
 from ebbench.devices.base import SINGLE, Device, start_up
@@ -60,15 +52,9 @@ class Calibrated:
 
 
 def measure_engine(
-    engine: str,
-    device: str | None,
-    model: str,
-    grid: ProbeGrid,
-    *,
-    check: int,
-    vllm_options: Sequence[str],
+    engine: str, device: str | None, model: str, grid: ProbeGrid, *, check: int, vllm_options: Sequence[str],
     messages: Console,
-) -> Calibrated:
+) -> Calibrated:  # fmt: skip
     """Measure an engine, real or in virtual time; ``check``: requests of the check. Raises UsageError, RunError."""
     if engine == "vllm":
         return _measure_vllm(device, model, grid, check, vllm_options, messages)
@@ -103,16 +89,10 @@ def _source(model: str, name: str, engine: str) -> str:
 def _measure_virtual(
     engine: str, device: str | None, model: str, grid: ProbeGrid, check: int, messages: Console
 ) -> Calibrated:
-    """Calibrate an engine in virtual time on an emulated device."""
     if engine not in ("sim", "emulated"):
         raise UnknownNameError("engine to calibrate", engine, ("sim", "emulated", "vllm"))
-    options = grid.options
-    target = load_device(
-        device or DEFAULT_DEVICE,
-        model,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-    )
+    n, b = grid.options.max_num_seqs, grid.options.max_num_batched_tokens
+    target = load_device(device or DEFAULT_DEVICE, model, max_num_seqs=n, max_num_batched_tokens=b)
     grid = _fitting(grid, target.kv_capacity_tokens, messages)
     chosen = select_engine(engine)[0]
     messages.say(f"measuring {model} on {target.name}, engine {engine} ...")
@@ -124,7 +104,6 @@ def _measure_virtual(
 def _measure_vllm(
     device: str | None, model: str, grid: ProbeGrid, check: int, vllm_options: Sequence[str], messages: Console
 ) -> Calibrated:
-    """Calibrate a real vLLM on this machine."""
     check_vllm_options(vllm_options)
     grid = replace(grid, drafts=_drafts_of(vllm_options))
     find_model(model)  # refused before minutes of measuring: the profile says what the model is
@@ -139,7 +118,7 @@ def _measure_vllm(
     start_s = time.monotonic() - began
     target = replace(target, kv_capacity_tokens=vllm.kv_tokens)
     grid = _fitting(grid, vllm.kv_tokens, messages)
-    runs = SteppedRuns.beside(grid, vllm, check) if check else None
+    runs = SteppedRuns(vllm, check_plan(grid, check), every=grid.probes) if check else None
     with shown(messages, Work("calibrate", unit="probes")) as work:
         probed = measure_steps(vllm, grid, runs.pause if runs else None, work.reached)
     measured = fit(
@@ -247,7 +226,7 @@ class Check:
 
 def check_prediction(engine: Engine, device: Device, measured: MeasuredCosts, grid: ProbeGrid, requests: int) -> Check:
     """Run requests of other lengths on the engine, and on the simulator with the measured device."""
-    plan = _check_plan(grid, requests)
+    plan = check_plan(grid, requests)
     real = engine.run(plan, parse_policy("v1"), device, grid.options, None).uninterrupted()
     blocks = int(real.steps["kv_blocks_total"][0].as_py())
     options = replace(grid.options, num_kv_blocks=blocks)
@@ -267,11 +246,6 @@ class SteppedRuns:
     every: int = 1
     seconds: list[float] = field(default_factory=list)
     _pauses: int = 0
-
-    @classmethod
-    def beside(cls, grid: ProbeGrid, vllm: SteppedVllm, requests: int) -> SteppedRuns:
-        """Requests of lengths within the grid, at a concurrency between its batch sizes; one run per round."""
-        return cls(vllm, _check_plan(grid, requests), every=grid.probes)
 
     def pause(self) -> None:
         """Count a pause; called after each probe."""
@@ -309,17 +283,12 @@ def predict(plan: Plan, device: Device, measured: MeasuredCosts, options: Engine
     return _tokens_per_s(SimEngine().run(plan, parse_policy("v1"), twin, options, None).uninterrupted())
 
 
-def _check_plan(grid: ProbeGrid, requests: int) -> Plan:
+def check_plan(grid: ProbeGrid, requests: int) -> Plan:
     """Lengths in the middle of the measured range, at half the largest batch size."""
     return build_plan(
-        "balanced",
-        num_prompts=requests,
-        seed=11,
-        source="profile",
-        max_concurrency=max(grid.seqs[-1] // 2, 2),
-        input_len=max(grid.tokens[-1] // 4, 4),
-        output_len=max(grid.contexts[-1] // 4, 8),
-    )
+        "balanced", num_prompts=requests, seed=11, source="profile", max_concurrency=max(grid.seqs[-1] // 2, 2),
+        input_len=max(grid.tokens[-1] // 4, 4), output_len=max(grid.contexts[-1] // 4, 8),
+    )  # fmt: skip
 
 
 def _tokens_per_s(result: EngineResult) -> float:
@@ -356,36 +325,37 @@ def write_profile(measured: MeasuredCosts, device: Device, model: str, folder: P
 
 def _profile_text(measured: MeasuredCosts, device: Device, model: str) -> str:
     """A profile whose rates follow from the measured steps; they are used only for models that were not measured."""
-    geometry = find_model(model)
-    cal = measured.calibration
-    flops = 2.0 * geometry.params / max(cal.beta_p, 1e-9)
-    bandwidth = geometry.weight_bytes / max(cal.alpha_d, 1e-6)
-    lines = [
-        "# Written by `ebbench calibrate`. Rates are what the measured steps imply, not a data sheet's.",
-        f"format = {FORMAT}",
-        f"name = {_quoted(device.name)}",
-        f"gpu = {_quoted(device.name)}",
-        f"memory_bytes = {_memory_bytes(device, geometry)}",
-        f"bandwidth_bytes_per_s = {bandwidth:.4g}",
-        f"bf16_flops_per_s = {flops:.4g}",
-        f"max_num_seqs = {_SEQS}",
-        f"max_num_batched_tokens = {_TOKENS}",
-        f"provenance = {_quoted(cal.source)}",
-        "",
-        "[measured]",
-        f'{_quoted(measured_name(model))} = "calibration.json"',
-        "",
-    ]
-    if measured.request_s:
-        lines += [
-            f"[host.{_quoted(geometry.name)}]",
-            "step_s = 0  # what the host does in a step is in the measured steps",
-            "sequence_s = 0",
-            f"request_s = {measured.request_s:.4g}",
-            'source = "measured: taking a request in and forgetting it, beside its steps"',
-            "",
-        ]
-    return "\n".join(lines)
+    geometry, cal = find_model(model), measured.calibration
+    text = _PROFILE.format(
+        format=FORMAT, name=_quoted(device.name), memory=_memory_bytes(device, geometry),
+        bandwidth=geometry.weight_bytes / max(cal.alpha_d, 1e-6), flops=2.0 * geometry.params / max(cal.beta_p, 1e-9),
+        seqs=_SEQS, tokens=_TOKENS, source=_quoted(cal.source), model=_quoted(measured_name(model)),
+    )  # fmt: skip
+    host = _HOST.format(model=_quoted(geometry.name), request_s=measured.request_s)
+    return text + (host if measured.request_s else "")
+
+
+_PROFILE = """# Written by `ebbench calibrate`. Rates are what the measured steps imply, not a data sheet's.
+format = {format}
+name = {name}
+gpu = {name}
+memory_bytes = {memory}
+bandwidth_bytes_per_s = {bandwidth:.4g}
+bf16_flops_per_s = {flops:.4g}
+max_num_seqs = {seqs}
+max_num_batched_tokens = {tokens}
+provenance = {source}
+
+[measured]
+{model} = "calibration.json"
+"""
+_HOST = """
+[host.{model}]
+step_s = 0  # what the host does in a step is in the measured steps
+sequence_s = 0
+request_s = {request_s:.4g}
+source = "measured: taking a request in and forgetting it, beside its steps"
+"""
 
 
 def _memory_bytes(device: Device, geometry: ModelGeometry) -> int:

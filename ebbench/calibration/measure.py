@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -156,60 +156,38 @@ def calibrate(engine: Engine, device: Device, grid: ProbeGrid, source: str) -> M
 # --- probes ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _ShapeProbe:
-    key: Key
-    requests: tuple[tuple[int, int], ...]  # prompt tokens, output tokens
-    concurrency: int
-
-
 def probe_plan(grid: ProbeGrid) -> tuple[Plan, Mapping[str, Key]]:
     """The plan, and the probe that each request belongs to."""
     probes = list(_probes(grid))
-    columns: dict[str, list[Any]] = {"request_id": [], "phase": [], "input_tokens": [], "output_tokens": []}
-    shapes: dict[str, Key] = {}
-    phases = []
-    for number, probe in enumerate(probes):
-        for inputs, outputs in probe.requests:
-            name = f"c{len(columns['request_id']):06d}"
-            shapes[name] = probe.key
-            columns["request_id"].append(name)
-            columns["phase"].append(f"probe-{number}")
-            columns["input_tokens"].append(inputs)
-            columns["output_tokens"].append(outputs)
-        phases.append(ClosedPhase(f"probe-{number}", len(probe.requests), probe.concurrency))
-    n = len(columns["request_id"])
-    table = pa.table(
-        {
-            **columns,
-            "session": np.arange(n),
-            "turn": np.zeros(n, np.int32),
-            "arrival_ns": pa.nulls(n, pa.int64()),
-            "content": np.arange(n) + 1,
-            "hash_ids": pa.nulls(n, PLAN.field("hash_ids").type),
-            "prompt": pa.nulls(n, pa.string()),
-        }
-    )
-    return Plan(table.select(PLAN.names).cast(PLAN), tuple(phases), {"workload": "calibration probes"}), shapes
+    asked = [
+        (key, f"probe-{number}", *lengths) for number, (key, requests, _) in enumerate(probes) for lengths in requests
+    ]
+    keys, phases, inputs, outputs = zip(*asked, strict=True)
+    n = len(asked)
+    columns = {
+        "request_id": [f"c{place:06d}" for place in range(n)], "phase": phases, "input_tokens": inputs,
+        "output_tokens": outputs, "session": np.arange(n), "turn": np.zeros(n, np.int32), "content": np.arange(n) + 1,
+    }  # fmt: skip
+    table = pa.table([columns.get(f.name, pa.nulls(n, f.type)) for f in PLAN], names=PLAN.names).cast(PLAN)
+    closed = [ClosedPhase(f"probe-{number}", len(requests), most) for number, (_, requests, most) in enumerate(probes)]
+    shapes = dict(zip(columns["request_id"], keys, strict=True))
+    return Plan(table, tuple(closed), {"workload": "calibration probes"}), shapes
 
 
-def _probes(grid: ProbeGrid) -> Iterator[_ShapeProbe]:
+def _probes(grid: ProbeGrid) -> Iterator[tuple[Key, Sequence[tuple[int, int]], int]]:
+    """Shape, requests (prompt and output tokens) and concurrency of each probe."""
     r = grid.repeats
     for x in grid.tokens:
-        yield _ShapeProbe((x, 0, 0), ((x, 1),) * r, 1)
-    drain = _ShapeProbe((0, 0, 0), ((grid.tokens[0], 1),), 1)
-    for n in grid.seqs:
-        for c in grid.contexts:
-            filling = grid.filling_steps(n, c)
+        yield (x, 0, 0), ((x, 1),) * r, 1
+    drain = (0, 0, 0), ((grid.tokens[0], 1),), 1
+    for n, c in product(grid.seqs, grid.contexts):
+        filling = grid.filling_steps(n, c)
+        for x in (0, *grid.tokens):
             yield drain
-            outputs = filling + 2 * r
-            yield _ShapeProbe((0, n, c), ((max(c - outputs // 2, 1), outputs),) * n, n)
-            for x in grid.tokens:
-                yield drain
-                # The decodes last longer than the prompts that join them one at a time.
-                outputs = filling + 4 * r
-                decodes = ((max(c - outputs // 2, 1), outputs),) * n
-                yield _ShapeProbe((x, n, c), decodes + ((x, 1),) * (filling + 2 * r), n + 1)
+            # The decodes last longer than the prompts that join them one at a time.
+            outputs = filling + (4 if x else 2) * r
+            decodes = ((max(c - outputs // 2, 1), outputs),) * n
+            yield (x, n, c), decodes + (((x, 1),) * (filling + 2 * r) if x else ()), n + bool(x)
     yield drain
 
 
@@ -228,12 +206,12 @@ def step_medians(steps: pa.Table, shapes: Mapping[str, Key]) -> dict[Key, float]
         key = _shape(row, shapes)
         alone = (row["end_ns"] - row["start_ns"]) / NS_PER_S
         if key is not None:
-            since = None if before is None else (row["end_ns"] - before["end_ns"]) / NS_PER_S
-            if key[1] and before is not None and since is not None and _shares(row, before):
+            if not key[1]:
+                times_by_step.setdefault(key, []).append(alone)
+            elif before is not None and set(row["request_ids"]) & set(before["request_ids"]):
+                since = (row["end_ns"] - before["end_ns"]) / NS_PER_S
                 gaps.append(max(since - alone, 0.0))
                 times_by_step.setdefault(key, []).append(max(since, alone))
-            elif not key[1]:
-                times_by_step.setdefault(key, []).append(alone)
         before = row
     host = float(np.median(gaps)) if gaps else 0.0
     return {key: float(np.median(times)) + (0.0 if key[1] else host) for key, times in times_by_step.items()}
@@ -241,18 +219,9 @@ def step_medians(steps: pa.Table, shapes: Mapping[str, Key]) -> dict[Key, float]
 
 def _shape(row: Mapping[str, Any], shapes: Mapping[str, Key]) -> Key | None:
     """The probe that a step measures; None for a step of another shape (filling, draining)."""
-    if not row["request_ids"]:
-        return None
     keys = {shapes.get(name) for name in row["request_ids"]}
-    key = keys.pop()
-    if keys or key is None or key == (0, 0, 0):
-        return None
-    same = (row["prefill_tokens"], row["decode_seqs"]) == key[:2]
-    return key if same else None
-
-
-def _shares(row: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    return bool(set(row["request_ids"]) & set(before["request_ids"]))
+    key = keys.pop() if len(keys) == 1 else None
+    return key if key and any(key) and (row["prefill_tokens"], row["decode_seqs"]) == key[:2] else None
 
 
 # --- from medians to a calibration -------------------------------------------------------------------------------
@@ -294,12 +263,7 @@ def _tuples(value: Any) -> Any:
 
 
 def fit(
-    grid: CostGrid,
-    source: str,
-    steps: int,
-    *,
-    drafts: int = 0,
-    undrafted: CostGrid | None = None,
+    grid: CostGrid, source: str, steps: int, *, drafts: int = 0, undrafted: CostGrid | None = None
 ) -> MeasuredCosts:
     """The linear controller model: alpha and beta of prefill, decode and mixed steps, beta_mb(r) over every point.
 
@@ -318,7 +282,6 @@ def fit(
 
 
 def _line(x: Any, y: Any) -> tuple[float, float, float]:
-    """Intercept, slope and R squared."""
     alpha, beta = fixed_and_each(x, y)
     return alpha, beta, r_squared(y, [alpha + beta * v for v in x])
 

@@ -14,9 +14,11 @@ import os
 import random
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -159,15 +161,14 @@ def _engine_args(words: Sequence[str]) -> Any:
 
 def run_closed_loop(vllm: SteppedVllm, lengths: Sequence[tuple[int, int]], concurrency: int) -> float:
     """Time (s) to serve requests of these (prompt, output) lengths, ``concurrency`` at a time."""
-    waiting = list(reversed(lengths))
+    waiting = iter(lengths)
     start_s = vllm.clock()
-    for _ in range(min(concurrency, len(waiting))):
-        vllm.add(*waiting.pop())
+    for request in islice(waiting, concurrency):
+        vllm.add(*request)
     while vllm.engine.has_unfinished_requests():
         _, ended = vllm.step_s()
-        for _ in ended:
-            if waiting:
-                vllm.add(*waiting.pop())
+        for request in islice(waiting, len(ended)):
+            vllm.add(*request)
     seconds = vllm.clock() - start_s
     vllm.settle_s()
     return seconds
@@ -197,10 +198,6 @@ class _Times:
     steps: list[tuple[Key, int, float]] = field(default_factory=list)
     requests: list[float] = field(default_factory=list)
     round: int = 0
-
-    def add(self, key: Key, seconds: float) -> None:
-        """Record a step of this shape."""
-        self.steps.append((key, self.round, seconds))
 
 
 def measure_steps(
@@ -233,13 +230,8 @@ def measure_steps(
             vllm.draft(most)
             if pause is not None:
                 pause()
-    undrafted = by_drafts.get(0)
-    measured = summarise(by_drafts[most].steps, by_drafts[most].requests)
-    return (
-        measured
-        if undrafted is None
-        else replace(measured, undrafted=summarise(undrafted.steps, undrafted.requests).seconds)
-    )
+    measured = {drafts: summarise(times.steps, times.requests) for drafts, times in by_drafts.items()}
+    return replace(measured[most], undrafted=measured[0].seconds if 0 in measured else None)
 
 
 def _drafts(vllm: SteppedVllm, grid: ProbeGrid) -> tuple[int | None, ...]:
@@ -253,13 +245,12 @@ def _drafts(vllm: SteppedVllm, grid: ProbeGrid) -> tuple[int | None, ...]:
 def summarise(steps: list[tuple[Key, int, float]], requests: list[float]) -> Probed:
     """From single steps (point, round, seconds) to a time per point, a time per request, and the drift between
     rounds."""
-    by_key: dict[Key, list[float]] = {}
+    by_key, by_round = defaultdict[Key, list[float]](list), defaultdict[int, list[float]](list)
     for key, _, seconds in steps:
-        by_key.setdefault(key, []).append(seconds)
+        by_key[key].append(seconds)
     typical = {key: without_stalls(times) for key, times in by_key.items()}
-    by_round: dict[int, list[float]] = {}
     for key, number, seconds in steps:
-        by_round.setdefault(number, []).append(seconds / typical[key])
+        by_round[number].append(seconds / typical[key])
     speeds = [float(np.median(ratios)) for ratios in by_round.values()]
     return Probed(typical, max(_middle(requests), 0.0), max(speeds) / min(speeds))
 
@@ -291,7 +282,7 @@ def _prefill(vllm: SteppedVllm, times: _Times, tokens: int) -> None:
     start_s = vllm.clock()
     vllm.add(tokens, 1)
     taken_in_s = vllm.clock() - start_s
-    times.add((tokens, 0, 0), vllm.step_s()[0])
+    times.steps.append(((tokens, 0, 0), times.round, vllm.step_s()[0]))
     times.requests.append(taken_in_s + vllm.settle_s())
 
 
@@ -308,10 +299,10 @@ def _with_decodes(
         start_s = vllm.clock()
         vllm.add(tokens, 1)
         taken_in_s = vllm.clock() - start_s
-        times.add((tokens, seqs, context), vllm.step_s()[0])
+        times.steps.append(((tokens, seqs, context), times.round, vllm.step_s()[0]))
         forgetting_s = vllm.step_s()[0]
         vllm.step_s()  # some per cent slower than usual: the caches hold the prompt
         alone_s = vllm.step_s()[0]
-        times.add((0, seqs, context), alone_s)
+        times.steps.append(((0, seqs, context), times.round, alone_s))
         times.requests.append(taken_in_s + forgetting_s - alone_s)
     vllm.clear(names)

@@ -16,17 +16,15 @@ from ebbench.errors import DataError, UsageError
 from ebbench.records import files
 from ebbench.records.warnings import counted
 
+_PLAIN = {
+    "policy": pa.string(), "plan_hash": pa.string(), "seed": pa.int64(), "virtual": pa.bool_(),
+    "anchor_unix_ns": pa.int64(), "run": pa.string(), "slo": pa.string(),
+}  # fmt: skip
 BASELINES = pa.schema(
     [
         pa.field("configuration_hash", pa.string(), nullable=False),
         *(pa.field(name, pa.string(), nullable=False) for name in ENVIRONMENT if name not in LATER_CONDITIONS),
-        pa.field("policy", pa.string(), nullable=False),
-        pa.field("plan_hash", pa.string(), nullable=False),
-        pa.field("seed", pa.int64(), nullable=False),
-        pa.field("virtual", pa.bool_(), nullable=False),
-        pa.field("anchor_unix_ns", pa.int64(), nullable=False),
-        pa.field("run", pa.string(), nullable=False),
-        pa.field("slo", pa.string(), nullable=False),
+        *(pa.field(name, kind, nullable=False) for name, kind in _PLAIN.items()),
         *(pa.field(name, pa.float64()) for name in FIGURES),
         pa.field("load", pa.string()),
         *(pa.field(name, pa.float64()) for name in MEASURED if name not in FIGURES),
@@ -58,7 +56,16 @@ def save_baseline(units: Sequence[GateUnit], path: Path) -> int:
     measured = {(*_key(unit)[:2], "", unit.plan_hash) for unit in units}
     replaced = {_key(unit) for unit in units}
     replaced |= {_key(unit) for unit in stored if (*_key(unit), unit.plan_hash) in measured}
-    rows = [_row(unit) for unit in [*(unit for unit in stored if _key(unit) not in replaced), *units]]
+    rows = [
+        {
+            "configuration_hash": unit.configuration_hash,
+            **{name: unit.environment.get(name, "") for name in ENVIRONMENT},
+            **{name: getattr(unit, name) for name in (*_PLAIN, "load", "until_clear")},
+            **{name: value for name, value in unit.figures.items() if ":" not in name},
+            "classes": json.dumps({name: value for name, value in unit.figures.items() if ":" in name}),
+        }
+        for unit in [*(unit for unit in stored if _key(unit) not in replaced), *units]
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_table(pa.Table.from_pylist(rows, schema=BASELINES), path)
     return len(rows)
@@ -115,21 +122,6 @@ def _read(path: Path) -> list[GateUnit]:
     if lacking:
         raise DataError(f"{path}: lacks {files.some_columns(lacking)}; not a baseline of ebbench?")
     return [_unit(row) for row in table.to_pylist()]
-
-
-def _row(unit: GateUnit) -> dict[str, Any]:
-    return {
-        "configuration_hash": unit.configuration_hash,
-        **{name: unit.environment.get(name, "") for name in ENVIRONMENT},
-        **{name: getattr(unit, name) for name in _PLAIN},
-        **{name: value for name, value in unit.figures.items() if ":" not in name},
-        "classes": json.dumps({name: value for name, value in unit.figures.items() if ":" in name}),
-        "load": unit.load,
-        "until_clear": unit.until_clear,
-    }
-
-
-_PLAIN = ("policy", "plan_hash", "seed", "virtual", "anchor_unix_ns", "run", "slo")
 
 
 def _unit(row: dict[str, Any]) -> GateUnit:

@@ -142,10 +142,7 @@ class GateSides:
     def _of_policies(self, before: list[GateUnit], after: list[GateUnit]) -> tuple[list[GateUnit], list[GateUnit]]:
         """The units of both sides that have the policies asked for. Raises UnknownNameError if a side has none."""
         ours, theirs = self.policies
-        return (
-            before if ours is None else of_policy(before, ours, "baseline"),
-            after if theirs is None else of_policy(after, theirs, "candidate"),
-        )
+        return of_policy(before, ours, "baseline"), of_policy(after, theirs, "candidate")
 
 
 def measured_and_judged(sides: GateSides, wanted: PairsWanted, files: VerdictFiles, messages: Console) -> Verdict:
@@ -165,37 +162,52 @@ def measured_and_judged(sides: GateSides, wanted: PairsWanted, files: VerdictFil
 def measure(sides: GateSides, wanted: PairsWanted, messages: Console) -> None:
     """Measure pairs with the commands of both sides, until the verdict is known unless their number is fixed.
 
-    Raises UsageError, DataError, RunError.
+    A pair of which a valid run is stored is not measured again. What is stored is checked before anything is measured
+    and after every pair. Raises DataError, UsageError for an invalid command and for stored runs of another command or
+    seed, RunError if a command fails or gives INVALID runs only.
     """
-    rules = sides.rules
     if sides.baseline.resolve() == sides.candidate.resolve():
         raise UsageError(f"both sides would store their runs in {sides.baseline}; give each a directory of its own")
-    least = pairs_needed(rules, len(rules.gated))
     most = wanted.pairs or wanted.max_pairs or MAX_PAIRS
-    work = Work("gate", most, "pairs", at_most=rules.sequential)
+    work = Work("gate", most, "pairs", at_most=sides.rules.sequential)
 
     def tell(line: str) -> None:
         if not work.doing:
-            messages.say(f"measuring {'at most ' * rules.sequential}{counted(most, 'pair')}")
+            messages.say(f"measuring {'at most ' * sides.rules.sequential}{counted(most, 'pair')}")
         work.doing = line
         messages.say(line)
 
-    def decided(pairs: int) -> bool:
-        work.done = pairs
-        if not rules.sequential or pairs < least:
-            return False
-        verdict = sides.judged(with_detectable=False)
-        cause = f": {verdict.cause.worded(VERDICTS)}" if verdict.cause else ""
-        goes_on = f", continuing{cause}" if verdict.outcome == "inconclusive" and pairs < most else ""
-        messages.say(f"after {counted(pairs, 'pair')}: {verdict.outcome}{goes_on}")
-        return verdict.outcome != "inconclusive"
-
-    before = Side(sides.baseline, wanted.baseline_command or "")
-    after = Side(sides.candidate, wanted.candidate_command or "")
+    commands = (sides.baseline, wanted.baseline_command or ""), (sides.candidate, wanted.candidate_command or "")
+    both = [Side(directory, command) for directory, command in commands]
     with sole_use(sides.baseline), sole_use(sides.candidate), shown(messages, work):
-        measure_pairs(
-            before, after, pairs=most, first_seed=wanted.first_seed, say=tell, check=sides.check_stored, decided=decided
-        )
+        for side in both:
+            _check_stored(side, most, wanted.first_seed)
+        sides.check_stored()
+        for side in both:
+            side.directory.mkdir(parents=True, exist_ok=True)
+            files.write_text(side.command + "\n", side.directory / COMMAND)
+        for runs, (pair, place) in enumerate(abba(most), start=1):
+            label, out = f"pair {pair + 1}, {('baseline', 'candidate')[place]}", both[place].run(pair)
+            if any(manifest.valid for manifest in _stored(out)):
+                tell(f"{label}: measured before")
+            else:
+                tell(label)
+                _measure(both[place], out, wanted.first_seed + pair, label, tell)
+            if runs % 2 == 0:
+                sides.check_stored()
+                work.done = pair + 1
+                if _decided(sides, pair + 1, most, messages):
+                    return
+
+
+def _decided(sides: GateSides, pairs: int, most: int, messages: Console) -> bool:
+    if not sides.rules.sequential or pairs < pairs_needed(sides.rules, len(sides.rules.gated)):
+        return False
+    verdict = sides.judged(with_detectable=False)
+    cause = f": {verdict.cause.worded(VERDICTS)}" if verdict.cause else ""
+    goes_on = f", continuing{cause}" if verdict.outcome == "inconclusive" and pairs < most else ""
+    messages.say(f"after {counted(pairs, 'pair')}: {verdict.outcome}{goes_on}")
+    return verdict.outcome != "inconclusive"
 
 
 def abba(pairs: int) -> Iterator[tuple[int, int]]:
@@ -203,47 +215,6 @@ def abba(pairs: int) -> Iterator[tuple[int, int]]:
     for pair in range(pairs):
         for side in (0, 1) if pair % 2 == 0 else (1, 0):
             yield pair, side
-
-
-def measure_pairs(
-    baseline: Side,
-    candidate: Side,
-    *,
-    pairs: int,
-    first_seed: int,
-    say: Callable[[str], None],
-    check: Callable[[], None] = lambda: None,
-    decided: Callable[[int], bool] = lambda _: False,
-) -> None:
-    """Run both sides' commands, pair by pair; a pair of which a valid run is stored is not measured again.
-
-    ``check`` is called before anything is measured and after every pair; it raises if the stored runs cannot be
-    compared. ``decided`` is called after every pair with the number of pairs; True ends the measurement. Raises
-    UsageError for an invalid command and for stored runs of another command or seed, RunError if a command fails or
-    gives INVALID runs only.
-    """
-    if pairs < 1:
-        raise UsageError(f"at least 1 pair must be measured, not {pairs}")
-    sides = (baseline, candidate)
-    for side in sides:
-        _check_stored(side, pairs, first_seed)
-    check()
-    for side in sides:
-        side.directory.mkdir(parents=True, exist_ok=True)
-        files.write_text(side.command + "\n", side.directory / COMMAND)
-    for runs, (pair, side_index) in enumerate(abba(pairs), start=1):
-        side = sides[side_index]
-        label = f"pair {pair + 1}, {('baseline', 'candidate')[side_index]}"
-        out = side.run(pair)
-        if any(manifest.valid for manifest in _stored(out)):
-            say(f"{label}: measured before")
-        else:
-            say(label)
-            _measure(side, out, first_seed + pair, label, say)
-        if runs % 2 == 0:
-            check()
-            if decided(pair + 1):
-                return
 
 
 def _check_stored(side: Side, pairs: int, first_seed: int) -> None:

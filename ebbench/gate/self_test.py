@@ -17,8 +17,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 
 import numpy as np
 
@@ -85,22 +85,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class TrialTally:
-    """Outcomes of all trials of one design; ``pairs``: pairs used per trial."""
+    """All trials of one design."""
 
     design: Design
-    failed: int
-    passed: int
-    inconclusive: int
-    pairs: tuple[int, ...] = ()
+    trials: list[Trial] = field(default_factory=list)
 
-    @property
-    def trials(self) -> int:
-        """Number of trials."""
-        return self.failed + self.passed + self.inconclusive
-
-    def share(self, outcome: Outcome) -> float:
-        """Share of trials with this outcome."""
-        return {"fail": self.failed, "pass": self.passed, "inconclusive": self.inconclusive}[outcome] / self.trials
+    def count(self, outcome: Outcome) -> int:
+        """Number of trials with this outcome."""
+        return sum(trial.outcome == outcome for trial in self.trials)
 
 
 @dataclass(frozen=True)
@@ -109,22 +101,27 @@ class SelfTest:
 
     equal: tuple[TrialTally, ...]
     slowed: tuple[TrialTally, ...]
-    equal_sequential: tuple[TrialTally, ...] = ()
-    slowed_sequential: tuple[TrialTally, ...] = ()
+    equal_sequential: tuple[TrialTally, ...]
+    slowed_sequential: tuple[TrialTally, ...]
 
 
 def tried_in_parallel(trials: int, workers: int | None, rules: Rules, say: Callable[[str], None]) -> SelfTest:
     """The self-test with so many trials per noise in worker processes. Raises UsageError."""
     if trials < 20:
         raise UsageError(f"--trials must be at least 20, not {trials}")
-    pool = make_pool(workers, trials)
-    return run_self_test(
-        trials=trials,
-        power_trials=trials // 5,
-        rules=rules,
-        tried=lambda tasks: values(pool, run_trial, tasks),
-        say=say,
-    )
+    tried = partial(values, make_pool(workers, trials), run_trial)
+    return run_self_test(trials=trials, power_trials=trials // 5, rules=rules, tried=tried, say=say)
+
+
+Task = tuple[int, Design, int]
+"""Number of the design, the design, the seed of the trial."""
+Try = Callable[[Sequence[Task]], Iterable[tuple[int, Trial]]]
+
+
+def run_trial(task: Task) -> tuple[int, Trial]:
+    """Run the trial of a design from a seed; called in worker processes. Returns the number of its design with it."""
+    number, design, seed = task
+    return number, trial(design, seed)
 
 
 def run_self_test(
@@ -142,7 +139,6 @@ def run_self_test(
     are started once, not per design); the default runs them one after another in this process. ``say`` gets a line
     per design when its trials are done.
     """
-    tried = tried or one_by_one
     looked = replace(rules, sequential=True)
     groups = [
         [(Design(noise, 0.0, MIN_PAIRS, rules), trials) for noise in NOISES],
@@ -150,41 +146,22 @@ def run_self_test(
         [(Design(noise, 0.0, MAX_PAIRS, looked), max(trials // 4, 1)) for noise in NOISES],
         [(Design(NOISES[0], slowdown, MAX_PAIRS, looked), max(power_trials // 5, 1)) for slowdown in SLOWDOWNS[2:]],
     ]
-    designs = [design for group in groups for design, _ in group]
-    counts = [count for group in groups for _, count in group]
+    counted = [pair for group in groups for pair in group]
+    tallies = [TrialTally(design) for design, _ in counted]
     tasks = [
-        (number, designs[number], number * 1_000_000 + repeat)
-        for number, count in enumerate(counts)
+        (number, design, number * 1_000_000 + repeat)
+        for number, (design, count) in enumerate(counted)
         for repeat in range(count)
     ]
-    trials_by_design: list[list[Trial]] = [[] for _ in designs]
     done = itertools.count(1)
-    for number, result in tried(tasks):
-        trials_by_design[number].append(result)
-        if len(trials_by_design[number]) == counts[number]:
-            tally = _tally(designs[number], trials_by_design[number])
-            say(
-                f"{next(done)} of {len(designs)}: {tally.design}: {tally.failed} of {tally.trials} failed, "
-                f"{tally.passed} passed"
-            )
-    tallies = iter(_tally(design, results) for design, results in zip(designs, trials_by_design, strict=True))
-    return SelfTest(*(tuple(itertools.islice(tallies, len(group))) for group in groups))
-
-
-Task = tuple[int, Design, int]
-"""Number of the design, the design, the seed of the trial."""
-Try = Callable[[Sequence[Task]], Iterable[tuple[int, Trial]]]
-
-
-def run_trial(task: Task) -> tuple[int, Trial]:
-    """Run the trial of a design from a seed; called in worker processes. Returns the number of its design with it."""
-    number, design, seed = task
-    return number, trial(design, seed)
-
-
-def one_by_one(tasks: Sequence[Task]) -> Iterable[tuple[int, Trial]]:
-    """Run trials one after another in this process."""
-    return map(run_trial, tasks)
+    for number, result in map(run_trial, tasks) if tried is None else tried(tasks):
+        tally, (design, count) = tallies[number], counted[number]
+        tally.trials.append(result)
+        if len(tally.trials) == count:
+            failed = f"{tally.count('fail')} of {count} failed, {tally.count('pass')} passed"
+            say(f"{next(done)} of {len(counted)}: {design}: {failed}")
+    in_order = iter(tallies)
+    return SelfTest(*(tuple(itertools.islice(in_order, len(group))) for group in groups))
 
 
 def trial(design: Design, seed: int) -> Trial:
@@ -206,20 +183,15 @@ def _pair(design: Design, index: int, seed: int, drawn: np.random.Generator) -> 
     """One restart of each side on a new plan, the candidate first in every second pair."""
     plan_seed = seed * 100 + index
     plan = build_plan(
-        "balanced",
-        num_prompts=REQUESTS,
-        seed=plan_seed,
-        max_concurrency=CONCURRENCY,
-        input_len=INPUT_TOKENS,
+        "balanced", num_prompts=REQUESTS, seed=plan_seed, max_concurrency=CONCURRENCY, input_len=INPUT_TOKENS,
         output_len=OUTPUT_TOKENS,
-    )
-    order = (0.0, design.slowdown) if index % 2 == 0 else (design.slowdown, 0.0)
-    figures = [_restart(design.noise, slowdown, 2 * index + place, plan, drawn) for place, slowdown in enumerate(order)]
-    sides = [
-        GateUnit({}, "v1", str(plan_seed), plan_seed, False, 2 * index + place, "", figures_of_side)
-        for place, figures_of_side in enumerate(figures)
-    ]
-    return Pair(*sides) if index % 2 == 0 else Pair(sides[1], sides[0])
+    )  # fmt: skip
+    turn = 1 if index % 2 == 0 else -1
+    sides = []
+    for number, slowdown in enumerate((0.0, design.slowdown)[::turn], start=2 * index):
+        figures = _restart(design.noise, slowdown, number, plan, drawn)
+        sides.append(GateUnit({}, "v1", str(plan_seed), plan_seed, False, number, "", figures))
+    return Pair(*sides[::turn])
 
 
 def pairs_by_spread(
@@ -245,10 +217,8 @@ def _restart(
 ) -> dict[str, float | None]:
     """The figures of one run of the plan on a server of this speed."""
     speed = math.exp(drawn.normal(0.0, noise.restart)) * (1 + noise.drift * number) * (1 + slowdown)
-    device = _device()
-    disturbed = replace(
-        device, cost=_Disturbed(device.cost, speed, noise, np.random.default_rng(drawn.integers(2**63)))
-    )
+    device, own = _device(), np.random.default_rng(drawn.integers(2**63))
+    disturbed = replace(device, cost=_Disturbed(device.cost, speed, noise, own))
     result = SimEngine().run(plan, parse_policy("v1"), disturbed, OPTIONS).uninterrupted()
     return unit_figures(measure(RequestColumns.of(result.requests)))
 
@@ -275,12 +245,6 @@ def _device() -> Device:
     return load_device("rtx-pro-6000", "qwen3-8b", max_num_seqs=32, max_num_batched_tokens=2048)
 
 
-def _tally(design: Design, trials: Sequence[Trial]) -> TrialTally:
-    outcomes = [result.outcome for result in trials]
-    pairs = tuple(result.pairs for result in trials)
-    return TrialTally(design, outcomes.count("fail"), outcomes.count("pass"), outcomes.count("inconclusive"), pairs)
-
-
 def false_alarms(tallies: Sequence[TrialTally]) -> float:
     """The highest share of failed trials of equal sides."""
-    return max(tally.share("fail") for tally in tallies)
+    return max(tally.count("fail") / len(tally.trials) for tally in tallies)

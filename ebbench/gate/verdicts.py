@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as Xml
@@ -46,14 +47,14 @@ def self_test_page(done: SelfTest) -> str:
     """False alarms by noise and power by slow-down, both with fixed and with sequential pairs, and the method."""
     design = done.equal[0].design
     rules = design.rules
-    worst = gate_trials.false_alarms(done.equal)
+    worst, trials = gate_trials.false_alarms(done.equal), len(done.equal[0].trials)
     by_spread = gate_trials.pairs_by_spread(RATIOS, margin=rules.default_margin)
-    columns = tuple(Column(f"{name}") for name in ("spread over margin", "pairs, median", "pairs, 90th percentile"))
+    columns = tuple(map(Column, ("spread over margin", "pairs, median", "pairs, 90th percentile")))
     rows = tuple((f"{ratio:g}", _count(median), _count(upper)) for ratio, median, upper in by_spread)
     lines = [
         "# The gate tried on itself",
         "",
-        f"ebbench {__version__}; made by `ebbench gate --self-test --trials {done.equal[0].trials} --report FILE`.",
+        f"ebbench {__version__}; made by `ebbench gate --self-test --trials {trials} --report FILE`.",
         "",
         f"A trial is a whole comparison: {design.pairs} pairs of simulated server restarts in ABBA order, a new plan "
         f"of {gate_trials.REQUESTS} requests in every pair, run on the simulator (rtx-pro-6000, qwen3-8b, policy v1) "
@@ -62,13 +63,13 @@ def self_test_page(done: SelfTest) -> str:
         "",
         "## False alarms: two equal sides",
         "",
-        *_table("noise", [(tally.design.noise.name, tally) for tally in done.equal]),
+        *_table("noise", done.equal),
         "",
         f"Highest share of failures: {worst:.1%} (aim: at most 5 %). The numbers in brackets are 95 % Wilson bounds.",
         "",
         "## Power: the candidate's steps made slower",
         "",
-        *_table("slow-down", [(f"{tally.design.slowdown:.0%}", tally) for tally in done.slowed]),
+        *_table("slow-down", done.slowed),
         "",
         f"A slow-down below the margin of {100 * rules.default_margin:g} % is allowed, so a failure there is no "
         "detection that was asked for; one above it that does not fail is inconclusive far more often than passed.",
@@ -85,11 +86,7 @@ def self_test_page(done: SelfTest) -> str:
     return "\n".join(lines)
 
 
-# The gate's self-test as Markdown.
-
-
 def _sequential(done: SelfTest) -> list[str]:
-    """The same tables for pairs measured until the verdict is known."""
     most = done.equal_sequential[0].design.pairs
     worst = gate_trials.false_alarms(done.equal_sequential)
     return [
@@ -98,11 +95,11 @@ def _sequential(done: SelfTest) -> list[str]:
         f"As `--max-pairs {most}` measures them: judged after every pair from the sixth on, by p-values and bounds "
         "that hold at every look (ebbench/analysis/statistics.py). Pairs: median, in brackets the 90th percentile.",
         "",
-        *_table("two equal sides", [(t.design.noise.name, t) for t in done.equal_sequential], pairs=True),
+        *_table("two equal sides", done.equal_sequential),
         "",
         f"Highest share of failures: {worst:.1%} (aim: at most 5 %).",
         "",
-        *_table("slow-down", [(f"{t.design.slowdown:.0%}", t) for t in done.slowed_sequential], pairs=True),
+        *_table("slow-down", done.slowed_sequential),
         "",
     ]
 
@@ -114,17 +111,6 @@ def _count(pairs: float) -> str:
     return "more than 200" if math.isinf(pairs) else f"{pairs:g}"
 
 
-def _table(head: str, rows: Sequence[tuple[str, TrialTally]], *, pairs: bool = False) -> list[str]:
-    names = ("trials", "failed", "passed", "inconclusive", *(["pairs"] if pairs else []))
-    columns = (Column(head, "label"), *map(Column, names))
-    cells: list[tuple[Value, ...]] = []
-    for name, tally in rows:
-        shares = [_share(count, tally.trials) for count in (tally.failed, tally.passed, tally.inconclusive)]
-        median, upper = np.quantile(tally.pairs, (0.5, 0.9), method="higher") if pairs else (0, 0)
-        cells.append((name, tally.trials, *shares, *([f"{median:.0f} ({upper:.0f})"] if pairs else [])))
-    return section_lines(Section("", columns, tuple(cells)))
-
-
 def _share(count: int, trials: int) -> str:
     from scipy.stats import binomtest  # takes a second
 
@@ -132,6 +118,19 @@ def _share(count: int, trials: int) -> str:
     return f"{count / trials:.1%} ({low:.1%}–{high:.1%})"
 
 
+def _table(head: str, tallies: Sequence[TrialTally]) -> list[str]:
+    sequential, rows = tallies[0].design.rules.sequential, list[tuple[Value, ...]]()
+    for tally in tallies:
+        design, trials = tally.design, len(tally.trials)
+        row: list[Value] = [f"{design.slowdown:.0%}" if head == "slow-down" else design.noise.name, trials]
+        row += [_share(tally.count(outcome), trials) for outcome in OUTCOMES]
+        median, upper = np.quantile([trial.pairs for trial in tally.trials], (0.5, 0.9), method="higher")
+        rows.append((*row, *([f"{median:.0f} ({upper:.0f})"] if sequential else [])))
+    names = ("trials", "failed", "passed", "inconclusive", *(["pairs"] if sequential else []))
+    return section_lines(Section("", (Column(head, "label"), *map(Column, names)), tuple(rows)))
+
+
+OUTCOMES: tuple[Outcome, ...] = ("fail", "pass", "inconclusive")
 WORDS: dict[Outcome, str] = {"pass": "PASS", "fail": "FAIL", "inconclusive": "INCONCLUSIVE"}
 _ROWS: dict[Outcome, str] = {"pass": "inside margin", "fail": "worse", "inconclusive": "undecided"}
 """Words for single figures; PASS and FAIL are words for the whole gate."""
@@ -161,12 +160,8 @@ def _undecided(
     return "; ".join([*parts, remedy])
 
 
-def _losses(losses: Mapping[str, float]) -> str:
-    return ", ".join(f"{label_of(figure)} by {loss:.1%}" for figure, loss in losses.items())
-
-
-def _changes(by: Mapping[str, float]) -> str:
-    return ", ".join(f"{label_of(figure)} by {100 * share:.0f} %" for figure, share in by.items())
+def _changes(by: Mapping[str, float], percent: str = "{:.0f} %") -> str:
+    return ", ".join(f"{label_of(figure)} by {percent.format(100 * share)}" for figure, share in by.items())
 
 
 VERDICTS: Texts = {
@@ -209,7 +204,7 @@ VERDICTS: Texts = {
         f"the sides differ, as allowed, in {listed([Difference(**each) for each in differences])}"
     ),
     "worse_classes": lambda losses: (
-        f"worse in single classes of requests: {_losses(losses)}; "
+        f"worse in single classes of requests: {_changes(losses, '{:.1f}%')}; "
         f"--metric {name_of(next(iter(losses)))} gates such a figure"
     ),
     **PAIRING,
@@ -275,10 +270,9 @@ def _legend(verdict: Verdict) -> str:
 def detectable(verdict: Verdict) -> str:
     """The minimum detectable effect and the margin of every gated figure."""
     parts = []
-    for entry in verdict.judged:
-        if entry.gated:
-            smallest = "none" if entry.detectable is None else f"{100 * entry.detectable:.1f} %"
-            parts.append(f"{label_of(entry.figure)} {smallest} ({100 * entry.margin:g} %)")
+    for entry in filter(attrgetter("gated"), verdict.judged):
+        smallest = "none" if entry.detectable is None else f"{100 * entry.detectable:.1f} %"
+        parts.append(f"{label_of(entry.figure)} {smallest} ({100 * entry.margin:g} %)")
     return ", ".join(parts) or "nothing is gated"
 
 
@@ -320,10 +314,13 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def junit(verdict: Verdict, name: str = "ebbench gate") -> bytes:
+_GATE = "ebbench gate"
+
+
+def junit(verdict: Verdict, name: str = _GATE) -> bytes:
     """JUnit XML: one test case per figure. Inconclusive counts as an error, since it must not pass."""
     gated = [entry for entry in verdict.judged if entry.gated]
-    suite = Xml.Element("testsuite", name=_legal(name), tests=str(len(verdict.judged)))
+    suite = Xml.Element("testsuite", name=_legal(name))
     for entry in verdict.judged:
         case = Xml.SubElement(suite, "testcase", classname=_legal(name), name=entry.figure)
         if not entry.gated:
@@ -331,20 +328,20 @@ def junit(verdict: Verdict, name: str = "ebbench gate") -> bytes:
         elif entry.outcome == "fail":
             Xml.SubElement(case, "failure", message=sentence(entry))
         elif verdict.outcome == "inconclusive":
-            Xml.SubElement(
-                case, "error", message=sentence(entry) if entry.outcome != "pass" else worded_reason(verdict)
-            )
+            why = sentence(entry) if entry.outcome != "pass" else worded_reason(verdict)
+            Xml.SubElement(case, "error", message=why)
         Xml.SubElement(case, "system-out").text = _legal(sentence(entry))
-    if not gated:
+    return _document(suite, name, "" if gated else worded_reason(verdict))
+
+
+def _document(suite: Xml.Element, name: str, error: str) -> bytes:
+    """The whole document; ``error``: why there is no gated figure."""
+    if error:
         case = Xml.SubElement(suite, "testcase", classname=_legal(name), name="gate")
-        Xml.SubElement(case, "error", message=_legal(worded_reason(verdict)))
-        suite.set("tests", str(len(verdict.judged) + 1))
+        Xml.SubElement(case, "error", message=_legal(error))
+    suite.set("tests", str(len(suite)))
     for tag, attribute in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
         suite.set(attribute, str(len(suite.findall(f"testcase/{tag}"))))
-    return _document(suite)
-
-
-def _document(suite: Xml.Element) -> bytes:
     root = Xml.Element("testsuites")
     root.append(suite)
     Xml.indent(root)
@@ -353,7 +350,6 @@ def _document(suite: Xml.Element) -> bytes:
 
 
 def _legal(text: str) -> str:
-    """The text without characters that XML 1.0 does not allow."""
     return _ILLEGAL.sub("�", text)
 
 
@@ -370,15 +366,9 @@ def sentence(entry: Judged) -> str:
 def summary(verdict: Verdict) -> str:
     """A GitHub job summary."""
     icon = {"pass": "✅", "fail": "❌", "inconclusive": "⚠️"}[verdict.outcome]
-    lines = [
-        f"## {icon} {WORDS[verdict.outcome]}",
-        "",
-        f"{markdown(worded_reason(verdict))}.",
-        "",
-        *section_lines(_section(verdict)),
-    ]
-    lines += ["", _legend(verdict), *(f"- {markdown(line)}" for line in notes(verdict))]
-    return "\n".join(lines) + "\n"
+    head = [f"## {icon} {WORDS[verdict.outcome]}", "", f"{markdown(worded_reason(verdict))}.", ""]
+    below = ["", _legend(verdict), *(f"- {markdown(line)}" for line in notes(verdict))]
+    return "\n".join([*head, *section_lines(_section(verdict)), *below]) + "\n"
 
 
 def _percent(share: float) -> str:
@@ -401,10 +391,8 @@ class VerdictFiles:
 
     def write_error(self, error: EbbenchError) -> None:
         """Write the error that prevented a verdict."""
-        suite = Xml.Element("testsuite", name=_legal("ebbench gate"), tests="1", failures="0", errors="1", skipped="0")
-        case = Xml.SubElement(suite, "testcase", classname=_legal("ebbench gate"), name="gate")
-        Xml.SubElement(case, "error", message=_legal(str(error)))
-        self._write(_document(suite), f"## ⛔ NOT JUDGED (exit code {error.exit_code})\n\n{markdown(str(error))}\n")
+        suite = _document(Xml.Element("testsuite", name=_GATE), _GATE, str(error))
+        self._write(suite, f"## ⛔ NOT JUDGED (exit code {error.exit_code})\n\n{markdown(str(error))}\n")
 
     def _write(self, xml: bytes, page: str) -> None:
         if self.junit is not None:

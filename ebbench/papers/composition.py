@@ -62,12 +62,8 @@ def _cell(options: PaperOptions, device: str, workload: str, load: float | None,
     )  # fmt: skip
 
 
-def _rows(options: PaperOptions) -> list[_Row]:
-    return list(product(options.devices or GPUS, options.workloads or _WORKLOADS, (*LOADS, None)))
-
-
-def _pairs(options: PaperOptions) -> Iterable[tuple[str, str]]:
-    return dict.fromkeys((device, workload) for device, workload, _ in _rows(options))
+def _pairs(options: PaperOptions) -> list[tuple[str, str]]:
+    return list(product(dict.fromkeys(options.devices or GPUS), dict.fromkeys(options.workloads or _WORKLOADS)))
 
 
 def _section(options: PaperOptions, store: RunStore, device: str, workload: str) -> Section:
@@ -106,7 +102,7 @@ def _findings(options: PaperOptions, store: RunStore, sections: Sections) -> Ite
     )
     if any(None in row[2:4] for section in sections for row in section.rows):
         return
-    settings = _rows(options)
+    settings = [(*pair, load) for pair in _pairs(options) for load in (*LOADS, None)]
 
     def rate(setting: _Row, policy: str, dispatch: str, key: str = "total_token_throughput") -> float | None:
         return figure(store, _cell(options, *setting, policy, dispatch), key)

@@ -97,24 +97,24 @@ def steady_rate(measured: Measured) -> float:
     return float(steady["request_throughput"] if steady else measured.figures["request_throughput"])
 
 
-def _completions(measured: Measured) -> tuple[np.ndarray, np.ndarray]:
-    """Time of each answered request from its place in the batch to its last token, in ns, and its output tokens."""
+class Completion(NamedTuple):
+    """Times (s) of answered requests from a place in the batch to the last token, without the wait for the place.
+
+    ``mean_s``: of a request; ``token_s`` and ``token_p95_s``: mean and 95th percentile per output token.
+    """
+
+    mean_s: float
+    token_s: float
+    token_p95_s: float
+
+
+def completion(measured: Measured) -> Completion:
+    """The completion times of a run."""
     table = measured.run.table("requests", ["status", "scheduled_ns", "last_token_ns", "output_tokens"])
     done = table.filter(pc.equal(table["status"], "ok"))
     spent_ns = done["last_token_ns"].to_numpy() - done["scheduled_ns"].to_numpy()
-    return spent_ns, done["output_tokens"].to_numpy()
-
-
-def normalised_s(measured: Measured) -> tuple[float, float]:
-    """Mean and 95th percentile of completion time per output token in s/token, without queueing."""
-    spent_ns, tokens = _completions(measured)
-    per_token = spent_ns / 1e9 / tokens
-    return float(per_token.mean()), float(np.percentile(per_token, 95))
-
-
-def completion_s(measured: Measured) -> float:
-    """Mean time from a request's place in the batch to its last token, in s: without the wait for the place."""
-    return float(_completions(measured)[0].mean() / 1e9)
+    per_token = spent_ns / 1e9 / done["output_tokens"].to_numpy()
+    return Completion(float(spent_ns.mean() / 1e9), float(per_token.mean()), float(np.percentile(per_token, 95)))
 
 
 def _table1_rows(
@@ -124,30 +124,24 @@ def _table1_rows(
     rates = {k: steady_rate(measured) for k, measured in known.items()}
     whole = len(known) == len(k_values(int(row["batch_limit"])))
     best = max(rates, key=rates.__getitem__) if whole else None
-    at_best = normalised_s(known[best]) if best is not None else (None, None)
-    at_one = normalised_s(known[1]) if whole else (None, None)
-    numeric = float(row["throughput_numeric_rps"])
+    _, *at_best = completion(known[best]) if best is not None else (None, None, None)
+    _, *at_one = completion(known[1]) if whole else (None, None, None)
+    printed = {name: float(text) for name, text in row.items() if name.endswith(("_rps", "_s")) or name[:2] == "k_"}
+    gain = relative(printed["throughput_experiment_rps"], printed["default_throughput_rps"])
+    our_gain = relative(rates.get(best or 0), rates.get(1))
     lines: list[tuple[str, float | None, float | None]] = [
-        ("best K, experiment", float(row["k_experiment"]), best),
-        ("best K, numeric (exact chain)", float(row["k_numeric"]), chain.best_k),
-        ("requests/s at the best K", float(row["throughput_experiment_rps"]), rates.get(best or 0)),
-        ("requests/s at the numeric K", numeric, float(chain.throughput.max())),
-        ("requests/s at K = 1", float(row["default_throughput_rps"]), rates.get(1)),
-        ("gain over K = 1, %", _gain(row), _percent(rates.get(best or 0), rates.get(1))),
-        ("s/token at the best K, mean", float(row["normalised_mean_s"]), at_best[0]),
-        ("s/token at the best K, p95", float(row["normalised_p95_s"]), at_best[1]),
-        ("s/token at K = 1, mean", float(row["default_mean_s"]), at_one[0]),
-        ("s/token at K = 1, p95", float(row["default_p95_s"]), at_one[1]),
+        ("best K, experiment", printed["k_experiment"], best),
+        ("best K, numeric (exact chain)", printed["k_numeric"], chain.best_k),
+        ("requests/s at the best K", printed["throughput_experiment_rps"], rates.get(best or 0)),
+        ("requests/s at the numeric K", printed["throughput_numeric_rps"], float(chain.throughput.max())),
+        ("requests/s at K = 1", printed["default_throughput_rps"], rates.get(1)),
+        ("gain over K = 1, %", gain and 100 * gain, our_gain and 100 * our_gain),
+        ("s/token at the best K, mean", printed["normalised_mean_s"], at_best[0]),
+        ("s/token at the best K, p95", printed["normalised_p95_s"], at_best[1]),
+        ("s/token at K = 1, mean", printed["default_mean_s"], at_one[0]),
+        ("s/token at K = 1, p95", printed["default_p95_s"], at_one[1]),
     ]
     return [(row["model"], title, *comparison(published, ours)) for title, published, ours in lines]
-
-
-def _gain(row: Mapping[str, str]) -> float | None:
-    return _percent(float(row["throughput_experiment_rps"]), float(row["default_throughput_rps"]))
-
-
-def _percent(value: float | None, base: float | None) -> float | None:
-    return None if value is None or not base else 100 * (value / base - 1)
 
 
 def _table1_document(options: PaperOptions, store: RunStore) -> Sections:
@@ -201,10 +195,6 @@ _BATCHES = 20
 _CHAINS = ("Prop. 1", "exact chain", "simulated")
 
 
-def _models() -> tuple[Row, ...]:
-    return rows("deferred_table1")
-
-
 def _model(row: Row, limit: int | None = None) -> DeferredModel:
     cost = implied_constants(row)
     return DeferredModel(limit or int(row["batch_limit"]), 1 / MEAN_OUTPUT, cost.c_p, cost.c_d, cost.t_d, cost.prompt_s)
@@ -218,15 +208,6 @@ class _Line(NamedTuple):
     r_squared: float | None = None
 
 
-def _fitted(batches: Sequence[int], times_s: Sequence[float]) -> _Line:
-    slope, intercept = np.polyfit(batches, times_s, 1)
-    return _Line(float(intercept), float(slope), float(np.corrcoef(batches, times_s)[0, 1] ** 2))
-
-
-def _step(batch: int, *, prefill: bool) -> StepShape:
-    return StepShape(((MEAN_INPUT, 0),) * batch, 0, 0, batch) if prefill else decode_shape(batch, _MEAN_CONTEXT)
-
-
 def _times(row: Row, batches: Sequence[int], *, prefill: bool) -> list[tuple[str, _Line, list[float]]]:
     """Step times (s) by batch: of the implied constants, and of our A100 where it has the model."""
     from ebbench.devices.loader import load_device
@@ -237,8 +218,12 @@ def _times(row: Row, batches: Sequence[int], *, prefill: bool) -> list[tuple[str
     model = _DEVICE_MODELS.get(row["model"])
     if model is not None:
         cost = load_device(_DEVICE, model, async_scheduling=False).cost
-        times = [cost.step_s(_step(batch, prefill=prefill)) for batch in batches]
-        curves.append((f"{_DEVICE}, {model}", _fitted(batches, times), times))
+        prompts = [StepShape(((MEAN_INPUT, 0),) * batch, 0, 0, batch) for batch in batches]
+        shapes = prompts if prefill else [decode_shape(batch, _MEAN_CONTEXT) for batch in batches]
+        times = [cost.step_s(shape) for shape in shapes]
+        slope, intercept = np.polyfit(batches, times, 1)
+        fitted = _Line(float(intercept), float(slope), float(np.corrcoef(batches, times)[0, 1] ** 2))
+        curves.append((f"{_DEVICE}, {model}", fitted, times))
     return curves
 
 
@@ -250,7 +235,7 @@ def _costs_section(title: str, batches: Sequence[int], *, prefill: bool) -> Sect
         Column("R²", group="line", ours=True, show=lambda share: f"{share:.4f}"),
     )
     lines: list[tuple[Value, ...]] = []
-    for row in _models():
+    for row in rows("deferred_table1"):
         for costs, line, times in _times(row, batches, prefill=prefill):
             ends = (1e3 * line.intercept_s, 1e3 * line.slope_s, line.r_squared)
             lines.append((row["model"], costs, *times, *ends))
@@ -264,19 +249,6 @@ def _costs(options: PaperOptions, store: RunStore) -> Sections:
     )
 
 
-def _limits(row: Row) -> list[int]:
-    return sorted({*BATCH_LIMITS, int(row["batch_limit"])})
-
-
-def _best_k(row: Row, limit: int) -> int:
-    return exact_chain(_model(row, limit)).best_k
-
-
-def _limit_cell(options: PaperOptions, row: Row, limit: int, k: int) -> RunSpec:
-    backlog = PaperOptions(num_prompts=options.num_prompts or _BATCHES * limit)
-    return deferred_cell(backlog, {**row, "batch_limit": str(limit)}, "geometric", k, implied_constants(row))
-
-
 def _limits_document(options: PaperOptions, store: RunStore) -> Sections:
     columns = (
         *labels("model", "C"), Column("best K", ours=True),
@@ -284,11 +256,13 @@ def _limits_document(options: PaperOptions, store: RunStore) -> Sections:
         *ours("exact chain", "simulated", group="requests/s at K = 1"),
     )  # fmt: skip
     lines: list[tuple[Value, ...]] = []
-    for row in _models():
-        for limit in _limits(row):
+    for row in rows("deferred_table1"):
+        for limit in sorted({*BATCH_LIMITS, int(row["batch_limit"])}):
             exact, rough = exact_chain(_model(row, limit)), approximate_chain(_model(row, limit))
-            best = exact.best_k
-            measured = (store.get(_limit_cell(options, row, limit, k)) for k in (best, 1))
+            best, costs = exact.best_k, implied_constants(row)
+            limited, backlog = {**row, "batch_limit": str(limit)}, options.num_prompts or _BATCHES * limit
+            asked = PaperOptions(num_prompts=backlog)
+            measured = (store.get(deferred_cell(asked, limited, "geometric", k, costs)) for k in (best, 1))
             at_best, at_one = (None if run is None else steady_rate(run) for run in measured)
             rates = (_at(rough, best), _at(exact, best), at_best, _at(exact, 1), at_one)
             lines.append((row["model"], str(limit), best, *rates))
@@ -300,7 +274,6 @@ def _at(chain: DeferredChain, k: int) -> float:
 
 
 def _runs(options: PaperOptions, store: RunStore, row: Row, distribution: str) -> dict[int, Measured]:
-    """The finished runs by K."""
     by_k = {k: store.get(deferred_cell(options, row, distribution, k)) for k in k_values(int(row["batch_limit"]))}
     return {k: measured for k, measured in by_k.items() if measured is not None}
 
@@ -316,11 +289,7 @@ def _k_section(options: PaperOptions, store: RunStore, row: Row) -> Section:
         line: list[Value] = [str(k), _at(rough, k), _at(exact, k)]
         for distribution in DISTRIBUTIONS:
             measured = runs[distribution].get(k)
-            line += (
-                [None] * 4
-                if measured is None
-                else [steady_rate(measured), completion_s(measured), *normalised_s(measured)]
-            )
+            line += [None] * 4 if measured is None else [steady_rate(measured), *completion(measured)]
         lines.append(tuple(line))
     figure = {"Granite": "5", "LLaMA3": "6"}[row["model"]]
     return Section(f"Figures {figure} and 7, {row['model']}, C = {row['batch_limit']}", columns, tuple(lines))
@@ -339,7 +308,7 @@ def _claim(
         return None, None
     chosen = max(by_k, key=lambda at: steady_rate(by_k[at])) if k is None else min(by_k, key=lambda at: abs(at - k))
     rate = relative(steady_rate(by_k[chosen]), steady_rate(by_k[1]))
-    return rate, relative(completion_s(by_k[chosen]), completion_s(by_k[1]))
+    return rate, relative(completion(by_k[chosen]).mean_s, completion(by_k[1]).mean_s)
 
 
 def littles_law(row: Row) -> float:
@@ -360,7 +329,7 @@ def _claims(options: PaperOptions, store: RunStore) -> Section:
         Column("ours", "change", "completion time", True),
     )  # fmt: skip
     lines: list[tuple[Value, ...]] = []
-    for row in _models():
+    for row in rows("deferred_table1"):
         gain = relative(float(row["throughput_experiment_rps"]), float(row["default_throughput_rps"]))
         for distribution in DISTRIBUTIONS:
             for title, k in (("the published", int(row["k_experiment"])), ("our best", None)):
@@ -374,7 +343,7 @@ def _claims(options: PaperOptions, store: RunStore) -> Section:
 
 
 def _k_document(options: PaperOptions, store: RunStore) -> Sections:
-    return (_claims(options, store), *(_k_section(options, store, row) for row in _models()))
+    return (_claims(options, store), *(_k_section(options, store, row) for row in rows("deferred_table1")))
 
 
 DEFERRED_COSTS = PaperTable(

@@ -34,6 +34,10 @@ def _targets(name: str, option: str) -> Any:
     return lambda text: {name: parse_values(option, text, about)}
 
 
+def _several(option: str) -> Any:
+    return declare((), "Repeat for several.", CHOICE, names=(f"--{option}",), complete=f"{option}s", text=list[str])
+
+
 @dataclass(frozen=True)
 class PaperOptions:
     """Options that override those of a table's own protocol; empty means: as in the paper.
@@ -41,15 +45,9 @@ class PaperOptions:
     ``outputs``: output lengths fixed as in the published scripts, or drawn from the workload's profile.
     """
 
-    devices: tuple[str, ...] = declare(
-        (), "Repeat for several.", CHOICE, names=("--device",), complete="devices", text=list[str]
-    )
-    models: tuple[str, ...] = declare(
-        (), "Repeat for several.", CHOICE, names=("--model",), complete="models", text=list[str]
-    )
-    workloads: tuple[str, ...] = declare(
-        (), "Repeat for several.", CHOICE, names=("--workload",), complete="workloads", text=list[str]
-    )
+    devices: tuple[str, ...] = _several("device")
+    models: tuple[str, ...] = _several("model")
+    workloads: tuple[str, ...] = _several("workload")
     policies: tuple[str, ...] = declare(
         (), "Policies in addition to the table's own.", CHOICE, names=("--policy", "-p"), complete="policies",
         text=list[str], read=read_policies,

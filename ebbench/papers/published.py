@@ -33,9 +33,9 @@ METRICS: Mapping[str, tuple[str, str, float]] = {
 
 
 @cache
-def rows(name: str, folder: str = "paper_tables") -> tuple[Mapping[str, str], ...]:
-    """Rows of a reference CSV by its file stem."""
-    path: Path = bundled_dir("reference") / folder / f"{name}.csv"
+def rows(name: str) -> tuple[Mapping[str, str], ...]:
+    """Rows of a bundled reference CSV: of ``paper_tables`` by its file stem, of another folder as ``folder/stem``."""
+    path: Path = bundled_dir("reference") / (f"{name}.csv" if "/" in name else f"paper_tables/{name}.csv")
     with path.open(newline="", encoding="utf-8") as file:
         return tuple(csv.DictReader(file))
 
@@ -50,9 +50,9 @@ def model_title(model: str) -> str:
     return MODELS.get(model, model)
 
 
-def pick(name: str, column: str, folder: str = "paper_tables", **where: str) -> float | None:
+def pick(name: str, column: str, **where: str) -> float | None:
     """The number in ``column`` of the row whose cells equal ``where``; None if the paper does not have it."""
-    for row in rows(name, folder):
+    for row in rows(name):
         if all(row.get(key) == value for key, value in where.items()):
             text = row.get(column) or ""
             return float(text) if text else None
@@ -69,16 +69,12 @@ def best_sizes(device: str, policy: str, workload: str, model: str) -> tuple[int
     if workload in SYNTHETIC:
         prefix = "h200" if gpu == GPUS["h200"] else "rtxpro6000"
         where = {"workload": SYNTHETIC[workload], "scheduler": "v1" if policy == "v1" else "eb"}
-        seqs, tokens = (
-            pick("table16_synthetic_best_config", f"{prefix}_{what}", **where) for what in ("seqs", "tokens")
-        )
-        return int(seqs or 512), int(tokens or 14336)
-    where = {
-        "gpu": gpu, "scheduler": policy if policy in ("v0", "v1") else "eb",
-        "workload": WORKLOADS.get(workload, WORKLOADS["sharegpt"]), "model": MODELS.get(model, MODELS["qwen3-8b"]),
-    }  # fmt: skip
-    seqs, tokens = (
-        pick("table14_15_best_config_and_sensitivity", "value", metric=metric, **where)
-        for metric in ("max_num_seqs", "max_num_batched_tokens")
-    )
-    return int(seqs or 1024), int(tokens or 14336)
+        sizes = [pick("table16_synthetic_best_config", f"{prefix}_{what}", **where) for what in ("seqs", "tokens")]
+    else:
+        where = {
+            "gpu": gpu, "scheduler": policy if policy in ("v0", "v1") else "eb",
+            "workload": WORKLOADS.get(workload, WORKLOADS["sharegpt"]), "model": MODELS.get(model, MODELS["qwen3-8b"]),
+        }  # fmt: skip
+        table, metrics = "table14_15_best_config_and_sensitivity", ("max_num_seqs", "max_num_batched_tokens")
+        sizes = [pick(table, "value", metric=metric, **where) for metric in metrics]
+    return int(sizes[0] or (512 if workload in SYNTHETIC else 1024)), int(sizes[1] or 14336)

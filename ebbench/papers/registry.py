@@ -59,10 +59,6 @@ def _items(texts: PaperTexts) -> Section:
     return Section(texts.paper, columns, rows)
 
 
-def _all_items(_options: PaperOptions, _store: RunStore) -> Sections:
-    return [_items(paper_texts(paper)) for paper in PAPERS]
-
-
 def _agreements(_options: PaperOptions, _store: RunStore, _sections: Sections) -> Iterator[str]:
     yield from (f"{word}: {meaning}." for word, meaning in AGREEMENTS.items())
     yield (
@@ -71,7 +67,10 @@ def _agreements(_options: PaperOptions, _store: RunStore, _sections: Sections) -
     )
 
 
-INDEX = PaperTable("papers", (), _all_items, findings=_agreements, runs=no_runs)
+INDEX = PaperTable(
+    "papers", (), lambda _options, _store: [_items(paper_texts(paper)) for paper in PAPERS], findings=_agreements,
+    runs=no_runs,
+)  # fmt: skip
 
 FIGURES: tuple[PaperFigure, ...] = (
     FIGURE1, FIGURE2, FIGURE3, FIGURE4, FIGURE5, FIGURE6, FIGURE7, FIGURE8, FIGURE9, FIGURE10, FIGURE11, FIGURE12,
@@ -149,14 +148,12 @@ OF_RUNS: Mapping[str, tuple[str, ...]] = {"phases": (), "slo": ("ttft", "tpot", 
 def find_table(name: str) -> PaperTable:
     """A table by name: ``table3``, ``table-3`` or ``3``. Raises UnknownNameError, and UsageError for a number that
     several papers have."""
-    wanted = name.lower().replace("-", "").replace("_", "").replace(" ", "")
-    meant = [table for table in TABLES if wanted in _names(table)]
+    wanted, meant = name.lower().replace("-", "").replace("_", "").replace(" ", ""), []
+    for table in TABLES:
+        names = (table.name, table.name.removeprefix("table"), *table.aliases)
+        meant += [table] if wanted in {known.replace("-", "") for known in names} else []
     if len(meant) > 1:
         raise UsageError(f"{name} is a table of several papers; name one: {', '.join(table.name for table in meant)}")
     if meant:
         return meant[0]
     raise UnknownNameError("table", name, [*(table.name for table in TABLES), *OF_RUNS])
-
-
-def _names(table: PaperTable) -> set[str]:
-    return {name.replace("-", "") for name in (table.name, table.name.removeprefix("table"), *table.aliases)}

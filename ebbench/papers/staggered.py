@@ -20,8 +20,6 @@ from ebbench.papers.table import PaperTable, Sections, changes, each, figure, of
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
 
-# Prefill pools of the staggered paper over the load: the runs, and interpolation between them.
-
 # Deployments of the staggered paper: a DP unit of DeepSeek-V3 on H800, and topologies of its instances.
 
 MODEL = "deepseek-v3"
@@ -91,12 +89,9 @@ SHORT_5K = Setup("0-3K prompts, chunk 5K", "reference:workloads/short-prompts.to
 
 # No limit is published for long prompts: as many full passes as table 1 allows at a chunk of 3K.
 LONG_16K = Setup(
-    "3K-64K prompts, chunk 16K",
-    "reference:workloads/long-prompts.toml",
-    6700,
-    16384,
+    "3K-64K prompts, chunk 16K", "reference:workloads/long-prompts.toml", 6700, 16384,
     0.8 * pass_s(16384) / pass_s(3072),
-)
+)  # fmt: skip
 
 
 def capacity_rps(setup: Setup, topology: str = "3p") -> float:
@@ -118,36 +113,27 @@ class FiguresOverLoad:
     """Figures of one policy over the load, interpolated linearly between the runs."""
 
     def __init__(self, options: PaperOptions, store: RunStore, setup: Setup, dispatch: str) -> None:
-        by_share = [(share, store.get(prefill_cell(options, setup, dispatch, share))) for share in SHARES]
-        self._known = [(share, measured) for share, measured in by_share if measured is not None]
-        self.complete = len(self._known) == len(SHARES)
+        self._cells = [prefill_cell(options, setup, dispatch, share) for share in SHARES]
+        self._store = store
+
+    def _known(self, key: str, scale: float) -> list[float]:
+        """One figure at every load; empty if runs are missing."""
+        return of_all(list, (figure(self._store, cell, key, scale) for cell in self._cells)) or []
 
     def at(self, key: str, share: float, scale: float = 1.0) -> float | None:
         """One figure at a load; None if runs are missing or the load is outside their range."""
-        if not self.complete or not SHARES[0] <= share <= SHARES[-1]:
-            return None
-        values = [measured.get(key, scale) for _, measured in self._known]
-        if any(value is None for value in values):
-            return None
-        return float(np.interp(share, SHARES, [float(value or 0) for value in values]))
+        values = self._known(key, scale)
+        return float(np.interp(share, SHARES, values)) if values and SHARES[0] <= share <= SHARES[-1] else None
 
     def peak(self, ttft_limit_s: float) -> float | None:
         """The highest load whose mean TTFT is within the limit."""
-        if not self.complete:
-            return None
-        ttft_s = [measured.get("mean_ttft_ms", 1e-3) or 0.0 for _, measured in self._known]
-        over = next((i for i, value in enumerate(ttft_s) if value > ttft_limit_s), None)
-        if over is None or over == 0:
-            return None
-        below, above = ttft_s[over - 1], ttft_s[over]
-        part = (ttft_limit_s - below) / (above - below)
-        return SHARES[over - 1] + part * (SHARES[over] - SHARES[over - 1])
+        ttft_s = self._known("mean_ttft_ms", 1e-3)
+        over = next((i for i, value in enumerate(ttft_s) if value > ttft_limit_s), 0)
+        ends = slice(over - 1, over + 1)
+        return float(np.interp(ttft_limit_s, ttft_s[ends], SHARES[ends])) if over else None
 
 
-# Waiting time, figure 6 and table 1 of the staggered paper: TTFT and capacity of a prefill pool.
-
-
-# Waiting: T/2 against T/(2N).
+# Waiting time (T/2 against T/(2N)), figure 6 and table 1 of the staggered paper: TTFT and capacity of a prefill pool.
 
 INSTANCES = (1, 2, 4, 8, 16, 32)
 PASS_S = 0.1
@@ -186,7 +172,6 @@ _FIGURE6 = (SHORT_3K, LONG_16K)
 
 
 def _base_peak(curves: dict[str, FiguresOverLoad], setup: Setup) -> float | None:
-    """Peak of immediate dispatch: that of the better of its two policies."""
     return of_all(max, (curves[name].peak(setup.ttft_limit_s) for name in IMMEDIATE))
 
 
@@ -245,12 +230,8 @@ _ROWS1 = (
 def _table1_section(
     options: PaperOptions, store: RunStore, setup: Setup, published: dict[str, tuple[float, float]]
 ) -> Section:
-    columns = (
-        *labels("batching", "dispatch"),
-        *compared("QPS an instance"),
-        *compared("chunk utilisation, %", points=True),
-        *changes("QPS vs off"),
-    )
+    columns = (*labels("batching", "dispatch"), *compared("QPS an instance"),
+               *compared("chunk utilisation, %", points=True), *changes("QPS vs off"))  # fmt: skip
     curves = {dispatch: FiguresOverLoad(options, store, setup, dispatch) for _, dispatch in _ROWS1}
     base = _base_peak(curves, setup)
     rows = []
@@ -319,8 +300,6 @@ ABLATION = PaperTable(
 POOL_LOADS = (0.05, 0.1, 0.15, 0.2, 0.4, 0.6, 0.8, 0.95)
 """Shares of the pool's throughput with full chunks; its peak in the sense of figure 6 is near 0.95."""
 POOL_REQUESTS = 6000
-
-
 _POOLS = {
     f"{instances} x {units} unit{'s' if units > 1 else ''}": f"instances={instances},tp=4,dp={units},ep={4 * units}"
     for instances in (1, 2, 6)
@@ -329,22 +308,17 @@ _POOLS = {
 """Topologies by title."""
 
 
-def _pool_cell(options: PaperOptions, setup: Setup, topology: str, dispatch: str, load: float) -> RunSpec:
-    smaller = options if options.num_prompts else replace(options, num_prompts=POOL_REQUESTS)
-    return prefill_cell(smaller, setup, dispatch, load, topology)
-
-
 def _pool_section(options: PaperOptions, store: RunStore, setup: Setup) -> Section:
     columns = (
         *labels("instances of units", "load"), Column("req/s"),
         *ours("better immediate", "sbs", group="TTFT mean, s"), Column("diff", "change", "TTFT mean, s", True),
         *ours("better immediate", "sbs", group="TTFT p99, s"), Column("diff", "change", "TTFT p99, s", True),
     )  # fmt: skip
-    rows = []
+    rows, smaller = [], options if options.num_prompts else replace(options, num_prompts=POOL_REQUESTS)
     for (pool, topology), load in product(_POOLS.items(), POOL_LOADS):
         title = pool if load == POOL_LOADS[0] else ""
         row: list[Value] = [title, f"{100 * load:.0f} %", load * capacity_rps(setup, topology)]
-        *immediate, staggered = (_pool_cell(options, setup, topology, name, load) for name in (*IMMEDIATE, "sbs"))
+        *immediate, staggered = (prefill_cell(smaller, setup, name, load, topology) for name in (*IMMEDIATE, "sbs"))
         for key in ("mean_ttft_ms", "p99_ttft_ms"):
             base = of_all(min, (figure(store, cell, key, 1e-3) for cell in immediate))
             sbs = figure(store, staggered, key, 1e-3)
@@ -368,8 +342,6 @@ POOLS = PaperTable(
     findings=_pool_findings, whole=False,
 )  # fmt: skip
 
-
-# Decode units of Tian et al. (2025): the spread of KV over them, and the gain from balancing it (figures 7 and 8).
 
 # Figures 7 and 8 of the staggered paper: spread of KV over decode units, and the gain from balancing it.
 

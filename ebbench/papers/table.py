@@ -9,7 +9,7 @@ from datetime import date
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -23,6 +23,7 @@ from ebbench.spec.run import RunSpec
 # What is said about each paper's tables, figures and claims: ``eb.toml``, ``deferred.toml``, ``staggered.toml``.
 
 PAPERS = ("eb", "deferred", "staggered")
+T = TypeVar("T")
 Agreement = Literal["same", "same direction", "in part", "differs", "no numbers in print"]
 
 
@@ -286,7 +287,7 @@ def figure(store: RunStore, cell: RunSpec, key: str, scale: float = 1.0) -> floa
     return None if measured is None else measured.get(key, scale)
 
 
-def of_all(reduce: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
+def of_all(reduce: Callable[[list[float]], T], values: Iterable[float | None]) -> T | None:
     """``reduce`` of the values; None if there is none or one is unknown."""
     known = list(values)
     complete = [value for value in known if value is not None]

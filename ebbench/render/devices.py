@@ -19,42 +19,26 @@ PLOT_SUFFIXES = (".svg", ".png", ".html", ".json")
 
 def listing(devices: Sequence[dict[str, Any]], models: Sequence[dict[str, Any]]) -> Iterator[RenderableType]:
     """The two tables of ``ebbench devices list``."""
-    table = _table("device", "GPU", "memory GB", "bandwidth TB/s", "mixed attention")
-    for row in devices:
-        table.add_row(
-            row["name"],
-            row["gpu"],
-            f"{row['memory_gb']:.0f}",
-            f"{row['bandwidth_tb_per_s']:.2f}",
-            row["mixed_attention"],
-        )
-    yield table
-    yield ""
-    table = _table("model", "Hugging Face name", "parameters", "weights GB", "KV kB/token")
-    for row in models:
-        table.add_row(
-            row["name"],
-            row["hf_id"],
-            f"{row['parameters_b']:.2f} B",
-            f"{row['weights_gb']:.1f}",
-            f"{row['kv_kb_per_token']:.0f}",
-        )
-    yield table
-    yield ""
+    tables = (
+        (devices, {"device": "{name}", "GPU": "{gpu}", "memory GB": "{memory_gb:.0f}",
+                   "bandwidth TB/s": "{bandwidth_tb_per_s:.2f}", "mixed attention": "{mixed_attention}"}),
+        (models, {"model": "{name}", "Hugging Face name": "{hf_id}", "parameters": "{parameters_b:.2f} B",
+                  "weights GB": "{weights_gb:.1f}", "KV kB/token": "{kv_kb_per_token:.0f}"}),
+    )  # fmt: skip
+    for rows, columns in tables:
+        table = _table(*columns)
+        for row in rows:
+            table.add_row(*(text.format(**row) for text in columns.values()))
+        yield table
+        yield ""
 
 
 def _kv_per_sequence(facts: DeviceFacts) -> str:
     """What a sequence keeps in the KV cache."""
-    model = facts.model
-    element = model.kv_dtype_bytes
-    windows = {
-        mixer.window: sum(
-            same_window.layers * same_window.bytes_per_token(element)
-            for same_window in model.windows
-            if same_window.window == mixer.window
-        )
-        for mixer in model.windows
-    }
+    model, windows = facts.model, dict[int, float]()
+    for mixer in model.windows:
+        held = mixer.layers * mixer.bytes_per_token(model.kv_dtype_bytes)
+        windows[mixer.window] = windows.get(mixer.window, 0) + held
     bytes_of_all = model.kv_bytes_per_token - sum(windows.values())
     parts = [f"at {bytes_of_all / 1e3:.0f} kB per token"] if bytes_of_all or not windows else []
     parts += [f"{kept / 1e3:.0f} kB per token of the last {window:,}" for window, kept in windows.items()]
@@ -63,23 +47,20 @@ def _kv_per_sequence(facts: DeviceFacts) -> str:
     return ", ".join(parts) if bytes_of_all else f"at {', '.join(parts)}"
 
 
-def _of_which(facts: DeviceFacts) -> str:
-    if facts.device.kv_layout is None:
-        return ""
-    return f" in sequences of {facts.device.kv_layout.longest:,}, as vLLM counts ({facts.kv_blocks:,} blocks)"
-
-
 def page(facts: DeviceFacts) -> Iterator[RenderableType]:
     """The parts of ``ebbench devices show``, from top to bottom."""
     device, model = facts.device, facts.model
     gpus = f"{facts.parallel.gpus} x " if not facts.parallel.single else ""
     yield Text(f"{gpus}{facts.profile.gpu} holding {model.hf_id}", style="bold")
     of_each = " of each" if gpus else ""
+    of_which = ""
+    if device.kv_layout is not None:
+        of_which = f" in sequences of {device.kv_layout.longest:,}, as vLLM counts ({facts.kv_blocks:,} blocks)"
     yield (
         f"vLLM {facts.request.vllm} with {facts.request.memory_share:.0%} of "
         f"{facts.profile.memory_bytes / 1e9:.1f} GB{of_each}: weights {facts.gpu_weight_bytes / 1e9:.1f} GB, "
         f"set aside {facts.reserve_bytes / 1e9:.1f} GB, KV cache {facts.kv_cache_bytes / 1e9:.1f} GB "
-        f"{_kv_per_sequence(facts)}: room for {device.kv_capacity_tokens:,} tokens{_of_which(facts)}"
+        f"{_kv_per_sequence(facts)}: room for {device.kv_capacity_tokens:,} tokens{of_which}"
     )
     yield ""
     table = _table("step", "tokens", "of them decodes", "ms", "µs/token", "against its parts run separately", right=1)
@@ -88,14 +69,8 @@ def page(facts: DeviceFacts) -> Iterator[RenderableType]:
     table.title_justify = "left"
     for row in facts.steps:
         apart = f"{row.step_s / row.parts_s:.2f} x" if row.parts_s else ""
-        table.add_row(
-            row.kind,
-            f"{row.tokens}",
-            f"{row.decode_seqs}",
-            f"{row.step_s * 1e3:.2f}",
-            f"{row.step_s / row.tokens * 1e6:.0f}",
-            apart,
-        )
+        times = f"{row.step_s * 1e3:.2f}", f"{row.step_s / row.tokens * 1e6:.0f}"
+        table.add_row(row.kind, f"{row.tokens}", f"{row.decode_seqs}", *times, apart)
     yield table
     yield ""
     yield from curve_lines(facts.curve)
@@ -128,16 +103,11 @@ def curve_lines(curve: MarginalCurve) -> Iterator[Text]:
         line.append(f" {cost * 1e6:4.0f} µs")
         yield line
     yield Text(f"  │ one more token in a pure decode step: {curve.decode_s * 1e6:.0f} µs")
-    yield Text("  " + crossover_words(curve), style="bold")
-
-
-def crossover_words(curve: MarginalCurve) -> str:
-    """The crossover in a sentence."""
-    if curve.crossover is None:
-        return "crossover: none; a token in a mixed step never costs more than in a decode step"
-    return (
-        f"crossover r = {curve.crossover:.2f}: above this share of decodes a mixed token costs more than a decode token"
-    )
+    crossover = ": none; a token in a mixed step never costs more than in a decode step"
+    if curve.crossover is not None:
+        meaning = "above this share of decodes a mixed token costs more than a decode token"
+        crossover = f" r = {curve.crossover:.2f}: {meaning}"
+    yield Text(f"  crossover{crossover}", style="bold")
 
 
 def draw(facts: DeviceFacts, path: Path) -> None:
@@ -153,12 +123,8 @@ def draw(facts: DeviceFacts, path: Path) -> None:
     ]
     rows += [{"decode share r": r, "µs per token": curve.decode_s * 1e6, "step": "pure decode"} for r in (0.0, 1.0)]
     title = f"{facts.profile.gpu}, {facts.device.model}, {curve.context_tokens} tokens of KV per decode"
-    chart = (
-        alt.Chart(alt.InlineData(values=rows), title=title)
-        .mark_line()
-        .encode(x="decode share r:Q", y="µs per token:Q", color="step:N")
-        .properties(width=420, height=260)
-    )
+    chart = alt.Chart(alt.InlineData(values=rows), title=title).mark_line()
+    chart = chart.encode(x="decode share r:Q", y="µs per token:Q", color="step:N").properties(width=420, height=260)
     save_chart(chart, path)
 
 

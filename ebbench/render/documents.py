@@ -171,7 +171,6 @@ def _with_columns(section: Section, columns: Sequence[int]) -> Section:
 
 
 def _natural_width(section: Section, index: int) -> int:
-    """Characters that the column needs, with its padding."""
     column = section.columns[index]
     shown = [text(row[index], column, "\n") for row in section.rows]
     widest = max(len(line) for word in (column.name, column.group, *shown) for line in (word.split("\n") or [""]))
@@ -236,7 +235,8 @@ def as_csv(document: Document) -> str:
     header: list[str] | None = None
     for section in document.sections:
         kinds = [_csv_kinds(section, index) for index in range(len(section.columns))]
-        own_names = zip(map(_csv_name, section.columns), kinds, strict=True)
+        keys = [column.key or f"{column.group} {column.name}" for column in section.columns]
+        own_names = zip(("_".join(key.lower().split()) for key in keys), kinds, strict=True)
         names = ["section", *(name + kind for name, own in own_names for kind in own)]
         if names != header:
             if header is not None:
@@ -268,36 +268,25 @@ def _csv_value(value: Value, kind: str) -> str | float:
     return "" if value is None else value
 
 
-def _csv_name(column: Column) -> str:
-    name = column.key or f"{column.group} {column.name}"
-    return "_".join(name.lower().split())
-
-
 def as_html(document: Document, heading: str = "h2") -> str:
     """An HTML fragment: a heading, one table per section, the notes. All text is escaped."""
-    parts = [f"<{heading}>{html.escape(document.title)}</{heading}>"]
+    lines = [f"<{heading}>{html.escape(document.title)}</{heading}>"]
     for section in document.sections:
-        table_rows = ["<table>"]
-        if section.title:
-            table_rows.append(f"<caption>{html.escape(section.title)}</caption>")
-        table_rows.append("<thead>")
         groups = grouped(section.columns)
-        if any(name for name, _ in groups):
-            spans = "".join(f'<th colspan="{count}">{html.escape(name)}</th>' for name, count in groups)
-            table_rows.append(f"<tr>{spans}</tr>")
-        table_rows.append(
-            "<tr>" + "".join(f"<th>{html.escape(column.name)}</th>" for column in section.columns) + "</tr>"
-        )
-        table_rows.append("</thead><tbody>")
-        for row in section.rows:
-            filled = zip(row, section.columns, strict=True)
-            table_rows.append("<tr>" + "".join(_html_cell(value, column) for value, column in filled) + "</tr>")
-        table_rows.append("</tbody></table>")
-        parts.append("\n".join(table_rows))
-    if document.notes:
-        items = "".join(f"<li>{html.escape(note)}</li>" for note in document.notes)
-        parts.append(f"<ul>{items}</ul>")
-    return "\n".join(parts) + "\n"
+        heads = [f'<th colspan="{count}">{html.escape(name)}</th>' for name, count in groups]
+        names = [f"<th>{html.escape(column.name)}</th>" for column in section.columns]
+        rows = [map(_html_cell, row, section.columns) for row in section.rows]
+        lines.append("<table>")
+        lines += [f"<caption>{html.escape(section.title)}</caption>"] if section.title else []
+        lines.append("<thead>")
+        lines += [
+            f"<tr>{''.join(row)}</tr>" for row in ([heads, names] if any(name for name, _ in groups) else [names])
+        ]
+        lines.append("</thead><tbody>")
+        lines += [f"<tr>{''.join(row)}</tr>" for row in rows]
+        lines.append("</tbody></table>")
+    items = "".join(f"<li>{html.escape(note)}</li>" for note in document.notes)
+    return "\n".join([*lines, *([f"<ul>{items}</ul>"] if items else [])]) + "\n"
 
 
 def _html_cell(value: Value, column: Column) -> str:

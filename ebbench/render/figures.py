@@ -59,22 +59,13 @@ def _panel(surface: Surface) -> Any:
         for ttft, shares in zip(surface.ttft_ms, surface.attainment, strict=True)
         for tpot, share in zip(surface.tpot_ms, shares, strict=True)
     ]
-    ttft_order = [_seconds(ttft) for ttft in surface.ttft_ms]
-    scale = alt.Scale(scheme="viridis", domain=[0, 1])
-    cells = (
-        alt.Chart(values(data))
-        .mark_rect()
-        .encode(
-            x=alt.X(
-                "tpot:N",
-                sort=[f"{t:.3g}" for t in surface.tpot_ms],
-                title="TPOT target, ms",
-                axis=alt.Axis(labelAngle=-45),
-            ),
-            y=alt.Y("ttft:N", sort=ttft_order[::-1], title="TTFT target, s"),
-            color=alt.Color("value:Q", scale=scale, title="met", legend=alt.Legend(format="%", orient="right")),
-        )
-    )
+    ttft_order, tpot_order = map(_seconds, surface.ttft_ms), [f"{t:.3g}" for t in surface.tpot_ms]
+    scale, legend = alt.Scale(scheme="viridis", domain=[0, 1]), alt.Legend(format="%", orient="right")
+    cells = alt.Chart(values(data)).mark_rect().encode(
+        x=alt.X("tpot:N", sort=tpot_order, title="TPOT target, ms", axis=alt.Axis(labelAngle=-45)),
+        y=alt.Y("ttft:N", sort=list(ttft_order)[::-1], title="TTFT target, s"),
+        color=alt.Color("value:Q", scale=scale, title="met", legend=legend),
+    )  # fmt: skip
     return cells.properties(width=260, height=240, title=surface.phase or "all requests")
 
 
@@ -196,6 +187,15 @@ def colour(
     alt = altair()
     scale = alt.Scale(domain=list(names), range=list(colours))
     return alt.Color(f"{field}:N", scale=scale, sort=list(names), title=title, **options)
+
+
+def lines(
+    rows: Sequence[dict[str, Any]], x: Any, y: Any, names: Sequence[str], colours: Sequence[str],
+    title: str | None = None, *, mark: Mapping[str, Any] = {"strokeWidth": 1.8}, **options: Any,
+) -> Any:  # fmt: skip
+    """A line for each of the series with these names, told apart by colour and dash."""
+    drawn = altair().Chart(values(rows)).mark_line(**mark)
+    return drawn.encode(x=x, y=y, color=colour(names, colours, title, **options), strokeDash=dash(names, title))
 
 
 def dash(names: Sequence[str], title: str | None = None) -> Any:

@@ -45,6 +45,10 @@ class Work:
         if self.follow is not None:
             self.follow(ProgressEvent(self.describe(), done, total))
 
+    def counts(self) -> tuple[int, int]:
+        """What is done, and all; 0: not known."""
+        return self.done, self.total
+
     def describe(self) -> str:
         """``table 3: 12 of 40 runs, 47 s to go, 20 s so far``."""
         elapsed_s = time.monotonic() - self.began_s
@@ -78,29 +82,20 @@ def in_words(seconds: float) -> str:
 def shown(console: Console, work: Work, *, quiet: bool = False) -> Iterator[Work]:
     """Show the work while the block does it. Elsewhere than on a terminal, work of less than 10 s has no line."""
     work.follow = None if quiet else console.follow
-    with _display(console, work.describe, lambda: (work.done, work.total), quiet=quiet):
+    with _display(console, work, quiet=quiet):
         yield work
 
 
 def _display(
-    console: Console,
-    describe: Callable[[], str],
-    counts: Callable[[], tuple[int, int]],
-    *,
-    quiet: bool,
-    transient: bool = True,
+    console: Console, work: Work | Snapshots, *, quiet: bool, transient: bool = True
 ) -> AbstractContextManager[None]:
     """A bar on a terminal, lines elsewhere; nothing where the caller follows the events."""
     if quiet or console.follow is not None:
         return nullcontext()
-    if console.is_terminal:
-        return _bars(console, describe, counts, transient=transient)
-    return _in_lines(console, describe)
+    return _bars(console, work, transient=transient) if console.is_terminal else _in_lines(console, work.describe)
 
 
 class _Lines:
-    """When the last line of progress was written, when the last display ended, and how many there are now."""
-
     last_s = ended_s = time.monotonic()
     showing = 0
 
@@ -156,26 +151,21 @@ def say(console: Console, line: str) -> None:
 
 
 @contextmanager
-def _bars(
-    console: Console, describe: Callable[[], str], counts: Callable[[], tuple[int, int]], *, transient: bool
-) -> Iterator[None]:
-    """A bar and a text, computed at every refresh so that the time advances between completions.
-
-    The bar is that of ``counts``, done and total; a total of 0 is not known.
-    """
+def _bars(console: Console, work: Work | Snapshots, *, transient: bool) -> Iterator[None]:
+    """A bar and a text, computed at every refresh so that the time advances between completions."""
     from rich import progress
     from rich.table import Column
     from rich.text import Text
 
     class Bar(progress.BarColumn):
         def render(self, task: Any) -> Any:
-            task.completed, total = counts()
+            task.completed, total = work.counts()
             task.total = total or None
             return super().render(task)
 
     class Described(progress.ProgressColumn):
         def render(self, task: Any) -> Text:
-            return Text(describe())
+            return Text(work.describe())
 
     shown_bar = Bar(bar_width=16)
     # A narrow terminal cuts the end of the text, which matters least, instead of breaking the line.
@@ -200,7 +190,7 @@ def reporter(
     if in_lines:
         say(console, f"{label}: {count(planned)} requests")
     try:
-        with _display(console, snapshots.describe, snapshots.counts, quiet=quiet, transient=brief):
+        with _display(console, snapshots, quiet=quiet, transient=brief):
             yield snapshots
     finally:
         if in_lines and snapshots.last is not None:

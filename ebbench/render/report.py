@@ -27,16 +27,15 @@ def machine(summaries: Sequence[Summary]) -> str:
     model = _common(summaries, lambda s: s.model) or "several models"
     device = _common(summaries, lambda s: s.device) or "several devices"
     joined = _common(summaries, lambda s: str(s.machine))
-    where = f"{model} on {device}" + (f" ({joined})" if joined else "")
-    if device == UNKNOWN_DEVICE:
-        where = f"{model} on a server whose device is unknown"
     engine = _common(summaries, lambda s: s.engine) or "several engines"
-    if engine == "endpoint" and device != UNKNOWN_DEVICE:
+    where = f"{device} ({joined})" if joined else device
+    if device == UNKNOWN_DEVICE:
+        where = "a server whose device is unknown"
+    elif engine == "endpoint":
         where += " (device as stated, not verified)"
     times = {summary.virtual for summary in summaries}
     clock = "" if len(times) > 1 else " in virtual time" if times == {True} else ", real time"
-    served = "" if engine == "endpoint" else f", engine {engine}{clock}"
-    return f"{where}{served}"
+    return f"{model} on {where}" + ("" if engine == "endpoint" else f", engine {engine}{clock}")
 
 
 def load_and_limits(summaries: Sequence[Summary]) -> list[str]:
@@ -105,15 +104,12 @@ def _accepted(drafted: Drafted) -> str:
     rate = "" if drafted.rate is None else f"{percent(drafted.rate)} of the drafted tokens accepted"
     if drafted.mean_acceptance_length is None:
         return rate or f"{drafted.accepted_tokens:,} tokens accepted"
-    positions = (
-        f"by position: {', '.join(f'{rate_at:.2f}' for rate_at in drafted.acceptance)}" if drafted.acceptance else ""
-    )
-    details = ", ".join(filter(None, (rate, positions)))
+    by_position = ", ".join(f"{share:.2f}" for share in drafted.acceptance)
+    details = ", ".join(filter(None, (rate, by_position and f"by position: {by_position}")))
     return f"{drafted.mean_acceptance_length:.2f} tokens per step with drafts{f' ({details})' if details else ''}"
 
 
 def _clients(summaries: Sequence[Summary]) -> str:
-    """The client machines, with the worst alignment of their clocks, and the most connections."""
     several = [summary.clients for summary in summaries if summary.clients.count]
     if not several:
         shown = max((summary.clients for summary in summaries), key=lambda client: client.connections or 0)
@@ -149,18 +145,14 @@ def _settings(summaries: Sequence[Summary]) -> str:
     for policy in dict.fromkeys(summary.policy for summary in known):
         for name, value in (policy_settings(policy) or {}).items():
             if value is not None and f"{name}=" not in policy and (name, value) != ("order", "fcfs"):
-                owners.setdefault(f"{name} {_setting(value)}", []).append(policy)
+                number = f"{value:g}" if isinstance(value, float) else value
+                shown = ("off", "on")[value] if isinstance(value, bool) else number
+                owners.setdefault(f"{name} {shown}", []).append(policy)
     shared: dict[tuple[str, ...], list[str]] = {}
     for text, policies in owners.items():
         shared.setdefault(tuple(policies), []).append(text)
     parts = [f"{', '.join(policies)}: {', '.join(texts)}" for policies, texts in shared.items()]
     return f"Settings of {'; '.join(parts)}." if parts else ""
-
-
-def _setting(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _seeds(summaries: Sequence[Summary]) -> str:
@@ -172,7 +164,6 @@ def _seeds(summaries: Sequence[Summary]) -> str:
 
 
 def _common(summaries: Sequence[Summary], of: Callable[[Summary], str]) -> str | None:
-    """The value that all runs share; None if they differ."""
     values = {of(summary) for summary in summaries}
     return values.pop() if len(values) == 1 else None
 
@@ -199,15 +190,11 @@ def document(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) 
     """The same content as a document for Markdown and CSV: tables, and everything else as notes."""
     summaries = [summary for case in cases for summary in case.summaries]
     compared = tables.comparison(cases, all_percentiles=all_percentiles)
-    note_lines = [
-        *load_and_limits(summaries),
-        *compared.notes,
-        *(f"{title}: {line}" if title else line for title, lines, _ in sentences.verdicts(cases) for line in lines),
-        *(f"Did not complete: {line}" for line in failure_lines(summaries)),
-        *sentences.keep_in_mind(cases),
-    ]
+    said = (f"{title}: {line}" if title else line for title, lines, _ in sentences.verdicts(cases) for line in lines)
+    failed = (f"Did not complete: {line}" for line in failure_lines(summaries))
+    told = (*load_and_limits(summaries), *compared.notes, *said, *failed, *sentences.keep_in_mind(cases))
     parts = [section for case in cases for section in tables.parts(case)]
-    return replace(compared, title=machine(summaries), sections=(*compared.sections, *parts), notes=tuple(note_lines))
+    return replace(compared, title=machine(summaries), sections=(*compared.sections, *parts), notes=told)
 
 
 def print_report(console: Console, cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) -> None:
@@ -231,20 +218,15 @@ def _conclusions(cases: Sequence[ComparisonCase]) -> list[RenderableType]:
 def _explanations(case: ComparisonCase) -> list[RenderableType]:
     parts: list[RenderableType] = []
     for group in case.groups:
-        for explanation in group.explanations[:1]:
-            lines = sentences.why(explanation)
-            if lines:
-                note = f" (seed {group.summaries[0].seed})" if len(group.summaries) > 1 else ""
-                parts.append(Text(f"{group.policy}{note}", style="bold"))
-                parts += [_bullet(line) for line in lines]
+        if lines := [line for explanation in group.explanations[:1] for line in sentences.why(explanation)]:
+            note = f" (seed {group.summaries[0].seed})" if len(group.summaries) > 1 else ""
+            parts += [Text(f"{group.policy}{note}", style="bold"), *map(_bullet, lines)]
     return [Text(), *parts] if parts else []
 
 
 def notes(title: str, lines: Sequence[str]) -> list[RenderableType]:
     """Lines under a title; nothing without lines."""
-    if not lines:
-        return []
-    return [Text(), Text(title, style="bold"), *(_bullet(line) for line in lines)]
+    return [Text(), Text(title, style="bold"), *map(_bullet, lines)] if lines else []
 
 
 def _bullet(line: str) -> Padding:
@@ -253,10 +235,11 @@ def _bullet(line: str) -> Padding:
 
 def failure_lines(summaries: Sequence[Summary]) -> list[str]:
     """One line per error class and cause, over all runs of a policy; the policy is named if there are several."""
-    policies = list(dict.fromkeys(summary.policy for summary in summaries))
-    lines = []
-    for policy in policies:
-        failures = merge_failures(summary.failures for summary in summaries if summary.policy == policy)
-        name = f"{policy}: " if len(policies) > 1 else ""
-        lines += [f"{name}{failure}" for failure in failures]
-    return lines
+    by_policy: dict[str, list[Summary]] = {}
+    for summary in summaries:
+        by_policy.setdefault(summary.policy, []).append(summary)
+    return [
+        f"{policy}: {failure}" if len(by_policy) > 1 else str(failure)
+        for policy, runs in by_policy.items()
+        for failure in merge_failures(summary.failures for summary in runs)
+    ]

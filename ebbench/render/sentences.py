@@ -39,14 +39,12 @@ from ebbench.analysis.cases import (
     throughput,
     without_tokens,
 )
-from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread
+from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepKind
 from ebbench.analysis.summary import Summary, named
 from ebbench.analysis.validity import by_policy, told_once
 from ebbench.records.warnings import KV_CACHE, Texts, counted, listed_seeds
 from ebbench.render.numbers import change, count, duration_ms, listed, micros, percent, rate, spark
 from vllm_eb.policy import known_policy
-
-# What a comparison leaves open: chance, and differences between the whole run and its steady window.
 
 PAIRING: Texts = {
     "copies": lambda pairs: (
@@ -151,19 +149,15 @@ def _more_pairs(unsettled: Mapping[str, Sequence[float]], baseline: str, tests: 
     within = {policy: pairs for policy, pairs in asked.items() if pairs is not None and pairs <= MOST_PAIRS}
     beyond = [policy for policy in asked if policy not in within]
     lines = []
-    if within:
-        made = min(len(unsettled[policy]) for policy in within)
-        enough = max(*within.values(), made + 1)
+    for policies in filter(None, (list(within), beyond)):
+        made = min(len(unsettled[policy]) for policy in policies)
+        enough = max(*within.values(), made + 1) if within else 0
+        many = f"about {enough} would: `--repeats {enough}`, or `--repeats auto`."
+        if policies is beyond:
+            many = f"more than {MOST_PAIRS} would be needed, so take them as equal, or measure longer runs."
         lines.append(
-            f"{listed(list(within))} against {baseline}: {made} pairs of runs do not tell the difference from chance; "
-            f"at its size and spread about {enough} would: `--repeats {enough}`, or `--repeats auto`."
-        )
-    if beyond:
-        made = min(len(unsettled[policy]) for policy in beyond)
-        lines.append(
-            f"{listed(beyond)} against {baseline}: {made} pairs of runs do not tell the difference from chance; at its "
-            f"size and spread more than {MOST_PAIRS} would be needed, so take them as equal, or measure longer "
-            "runs."
+            f"{listed(policies)} against {baseline}: {made} pairs of runs do not tell the difference from chance; at "
+            f"its size and spread {many}"
         )
     return lines
 
@@ -184,12 +178,16 @@ def _ends_decide(group: Group, baseline: Group) -> str | None:
 
 NEGLIGIBLE = 0.001
 """Kinds of steps with a smaller share of the time are not mentioned."""
-
-
 SEVERAL_MEASUREMENTS = (
     "Several measurements of the same plan and policy: shown apart, not averaged. `ebbench compare` of their "
     "directories says whether they differ."
 )
+
+
+def _opponents(order: Sequence[Group]) -> tuple[Group, Group]:
+    """The first group, and what it is compared with: the baseline, or the second where the first is that."""
+    baseline = baseline_group(order)
+    return order[0], baseline if order[0] is not baseline else order[1]
 
 
 def verdicts(cases: Sequence[ComparisonCase]) -> list[tuple[str, list[str], bool]]:
@@ -212,14 +210,7 @@ class Verdict(NamedTuple):
     shown: bool = False
 
 
-def _single(group: Group) -> str:
-    """The throughput of a policy that stands alone; of prompts where answers have no tokens."""
-    estimated = " (an estimate)" if group.estimated else ""
-    return f"{group.policy}: {rate(group.mean(throughput))} {_tokens([group])} over the whole run{estimated}."
-
-
 def _tokens(groups: Sequence[Group]) -> str:
-    """The unit of :func:`ebbench.analysis.cases.throughput`."""
     return "prompt tokens/s" if without_tokens(groups) else "output tokens/s"
 
 
@@ -239,7 +230,10 @@ def verdict(groups: Sequence[Group]) -> Verdict:
     if len(groups) > 1 and invalid:
         return Verdict([f"No winner: {invalid}, and an INVALID run is never compared."])
     if len(groups) == 1 and order:
-        return Verdict([_single(order[0]), *_worst_classes(groups)])
+        (only,) = order
+        estimated = " (an estimate)" if only.estimated else ""
+        whole = f"{only.policy}: {rate(only.mean(throughput))} {_tokens(order)} over the whole run{estimated}."
+        return Verdict([whole, *_worst_classes(groups)])
     if len(order) < len(groups):
         nothing = "without a completed request"
         idle = _policies_that_are(groups, lambda summary: throughput(summary.metrics) is None, nothing)
@@ -247,8 +241,7 @@ def verdict(groups: Sequence[Group]) -> Verdict:
     decided = _within_limits(groups) or (_fastest(order) if all_keep_up(order) else None)
     if decided is not None:
         return Verdict([*decided.lines, *_limits(groups)], decided.shown)
-    baseline, best = baseline_group(groups), order[0]
-    reference = baseline if best is not baseline else order[1]
+    best, reference = _opponents(order)
     lead = gain(best, reference)
     if lead is None:
         return Verdict([f"No winner: {reference.policy} put out nothing in some run."])
@@ -260,8 +253,7 @@ def verdict(groups: Sequence[Group]) -> Verdict:
     inside = "" if steady_gain is None else f"; inside the steady window {change(steady_gain.mean)}"
     lines = [
         f"{_leads(best, shown)}: {rate(best.mean(throughput))} {_tokens(groups)} "
-        f"over the whole run, {change(lead.mean)}{_uncertainty(lead)} over {reference.policy} "
-        f"({rate(reference.mean(throughput))}){inside}."
+        f"over the whole run{_over(lead, reference)} ({rate(reference.mean(throughput))}){inside}."
     ]
     return Verdict([*lines, *_runners_up(order), _latencies(best, reference), *_limits(groups)], shown)
 
@@ -270,7 +262,6 @@ WINS, AHEAD = "wins", "is ahead"
 
 
 def _leads(best: Group, shown: bool) -> str:
-    """``ebplus wins`` if the difference is shown, else ``ebplus is ahead``."""
     return f"{best.policy} {WINS if shown else AHEAD}"
 
 
@@ -297,9 +288,7 @@ def _fastest(order: Sequence[Group]) -> Verdict:
         return group.mean(request_time) or float("inf")
 
     by_latency = sorted(order, key=latency)
-    best, others = by_latency[0], by_latency[1:]
-    baseline = baseline_group(order)
-    reference = baseline if best is not baseline else others[0]
+    (best, reference), others = _opponents(by_latency), by_latency[1:]
     keeping_up = "All policies keep up with the arrivals, so latency decides"
     if latency(others[0]) / latency(best) - 1 < TIE:
         return Verdict([f"No winner: {keeping_up[0].lower()}{keeping_up[1:]}, and it is equal."])
@@ -327,18 +316,16 @@ def _worst_classes(groups: Sequence[Group]) -> list[str]:
     """The class of which the fewest requests met their limits, per policy; empty without classes or limits."""
     worst_by_policy = []
     for group in groups:
-        names = list(dict.fromkeys(name for summary in group.summaries for name in summary.classes))
-        met = {name: [s.classes[name].slo_attainment for s in group.summaries if name in s.classes] for name in names}
-        shares = {name: [share for share in values if share is not None] for name, values in met.items()}
-        known = {name: fmean(values) for name, values in shares.items() if values}
+        shares: dict[str, list[float]] = {}
+        for name, metrics in (item for summary in group.summaries for item in summary.classes.items()):
+            if metrics.slo_attainment is not None:
+                shares.setdefault(name, []).append(metrics.slo_attainment)
+        known = {name: fmean(values) for name, values in shares.items()}
         if len(set(known.values())) > 1:
             worst = min(known, key=lambda name: known[name])
             worst_by_policy.append(f"{group.policy} " * (len(groups) > 1) + f"{named(worst)} {percent(known[worst])}")
-    return (
-        [f"Worst class, by the share of its requests within limits: {', '.join(worst_by_policy)}."]
-        if worst_by_policy
-        else []
-    )
+    line = f"Worst class, by the share of its requests within limits: {', '.join(worst_by_policy)}."
+    return [line] if worst_by_policy else []
 
 
 def _within_limits(groups: Sequence[Group]) -> Verdict | None:
@@ -346,12 +333,11 @@ def _within_limits(groups: Sequence[Group]) -> Verdict | None:
     order = ranked(groups, request_goodput)
     if len(order) < len(groups) or not order[0].mean(request_goodput):
         return None
-    baseline, best = baseline_group(groups), order[0]
-    reference = baseline if best is not baseline else order[1]
+    best, reference = _opponents(order)
     lead = gain(best, reference, request_goodput)
     if lead is not None and lead.mean < TIE:
         return None
-    by = "" if lead is None else f", {change(lead.mean)}{_uncertainty(lead)} over {reference.policy}"
+    by = "" if lead is None else _over(lead, reference)
     theirs = f"{rate(reference.mean(request_goodput))}" + ("" if lead else f" under {reference.policy}")
     carried = ", ".join(f"{group.policy} {rate(group.mean(throughput))}" for group in order)
     shown = is_shown(groups, best, reference, request_goodput)
@@ -363,8 +349,9 @@ def _within_limits(groups: Sequence[Group]) -> Verdict | None:
     return Verdict(lines, shown)
 
 
-def _uncertainty(gain_over: Gain) -> str:
-    return "" if gain_over.spread is None else f" (± {percent(gain_over.spread)} between seeds)"
+def _over(gain_over: Gain, reference: Group) -> str:
+    spread = "" if gain_over.spread is None else f" (± {percent(gain_over.spread)} between seeds)"
+    return f", {change(gain_over.mean)}{spread} over {reference.policy}"
 
 
 def _runners_up(order: Sequence[Group]) -> list[str]:
@@ -391,17 +378,8 @@ def why(explanation: Explanation) -> list[str]:
     """How one run's time divides and what its controller decided; empty without recorded steps."""
     lines = []
     if explanation.steps is not None:
-        parts = []
-        shown = [(name, kind) for name, kind in explanation.steps.kinds.items() if kind.share >= NEGLIGIBLE]
-        for name, kind in sorted(shown, key=lambda item: -item[1].share):
-            holds = []
-            if kind.mean_decode_seqs >= 0.5:
-                sequences = count(kind.mean_decode_seqs)
-                holds.append(f"{sequences} {'sequence' if sequences == '1' else 'sequences'} decoding")
-            if kind.mean_prefill_tokens >= 0.5:
-                holds.append(f"{count(kind.mean_prefill_tokens)} prompt tokens")
-            load = f" with {' and '.join(holds)}" if holds else ""
-            parts.append(f"{percent(kind.share)} in {name} steps of {duration_ms(1000 * kind.mean_s)}{load}")
+        kinds = sorted(explanation.steps.kinds.items(), key=lambda item: -item[1].share)
+        parts = [_kind(name, kind) for name, kind in kinds if kind.share >= NEGLIGIBLE]
         lines.append(f"Time: {'; '.join(parts)} (means over {count(explanation.steps.steps)} steps).")
         if 0 < explanation.steps.eb_share < 1:
             line = f"Mode: exclusive batches {percent(explanation.steps.eb_share)} of the time, mixed the rest"
@@ -417,6 +395,13 @@ def why(explanation: Explanation) -> list[str]:
     elif explanation.steps is not None and getattr(known_policy(explanation.policy), "kind", "") == "cadence":
         lines.append(NO_PROMPT_HELD)
     return lines
+
+
+def _kind(name: str, kind: StepKind) -> str:
+    holds = [counted(round(kind.mean_decode_seqs), "sequence") + " decoding"] * (kind.mean_decode_seqs >= 0.5)
+    holds += [f"{count(kind.mean_prefill_tokens)} prompt tokens"] * (kind.mean_prefill_tokens >= 0.5)
+    load = f" with {' and '.join(holds)}" if holds else ""
+    return f"{percent(kind.share)} in {name} steps of {duration_ms(1000 * kind.mean_s)}{load}"
 
 
 def _decisions(facts: DecisionFacts, policy: str) -> list[str]:
@@ -515,12 +500,10 @@ def _memory(groups: Sequence[Group]) -> list[str]:
     policies_by_line: dict[str, list[str]] = {}
     remedy = ""
     for group in groups:
-        warnings = [
-            [warning for warning in summary.warnings if warning.code == KV_CACHE] for summary in group.summaries
-        ]
-        for line in told_once(warnings, lambda _: "", lambda warning: warning.sentence):
+        told = [[warning for warning in summary.warnings if warning.code == KV_CACHE] for summary in group.summaries]
+        for line in told_once(told, lambda _: "", lambda warning: warning.sentence):
             policies_by_line.setdefault(line, []).append(group.policy)
-        remedy = next((warning.way_out for of_run in warnings for warning in of_run), remedy)
+        remedy = next((warning.way_out for of_run in told for warning in of_run), remedy)
     lines = [
         line if len(names) == len(groups) else f"{', '.join(names)}: {line}" for line, names in policies_by_line.items()
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from statistics import fmean, stdev
 
 from rich import box
@@ -29,7 +30,7 @@ from ebbench.analysis.cases import (
     without_tokens,
 )
 from ebbench.analysis.documents import Column, Document, MeanFigure, Section, Value
-from ebbench.analysis.metrics import QUANTILES, Distribution, Metrics
+from ebbench.analysis.metrics import QUANTILES, Distribution
 from ebbench.analysis.sessions import SessionFigures
 from ebbench.analysis.summary import named
 from ebbench.render import numbers
@@ -101,34 +102,35 @@ def comparison(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False
 
 def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = False) -> Section:
     """One row per policy. Gains are in throughput of the whole run over the baseline."""
-    baseline, leading = baseline_group(groups), _leading(groups)
-    figures = _figures(groups, all_percentiles=all_percentiles)
-    versus = [Column(f"vs\n{baseline.policy}", "change", key="gain")] if len(groups) > 1 else []
     summaries = [summary for group in groups for summary in group.summaries]
-    completed = any(summary.metrics.completed < summary.metrics.planned for summary in summaries)
-    columns = (
-        Column("policy", "label", fold=True),
-        leading.column(),
-        *versus,
-        *(figure.column() for figure in figures),
-        *([Column(COMPLETED, "label", right=True)] if completed else []),
-    )
-    rows = [
-        (
-            _marked(group),
-            leading.cell(group),
-            *([_gain(group, baseline, leading)] if versus else []),
-            *(figure.cell(group) for figure in figures),
-            *([_completed(group)] if completed else []),
-        )
-        for group in groups
-    ]
+    columns, rows = _by_policy(groups, groups, _figures(groups, all_percentiles=all_percentiles))
+    if any(summary.metrics.completed < summary.metrics.planned for summary in summaries):
+        columns = (*columns, Column(COMPLETED, "label", right=True))
+        counts = [[(s.metrics.completed, s.metrics.planned) for s in group.summaries] for group in groups]
+        rows = [(*row, _of_all(*of_runs)) for row, of_runs in zip(rows, counts, strict=True)]
     # The most goodput if limits were given, else the most output throughput; none if runs are not comparable.
     order = ranked(groups, request_goodput) or ranked(groups)
     comparable = len(order) > 1 and not differing(summaries) and all(summary.valid for summary in summaries)
     best = list(groups).index(order[0]) if comparable else None
     faulty = frozenset(place for place, group in enumerate(groups) if not group.valid)
     return Section(title, columns, tuple(rows), best, faulty)
+
+
+def _by_policy(
+    groups: Sequence[Group], of_case: Sequence[Group], figures: Sequence[_Figure]
+) -> tuple[tuple[Column, ...], list[tuple[Value, ...]]]:
+    """Columns and one row per policy: throughput, its gain over the baseline if the case has others, the figures."""
+    # Policies are ranked by the throughput of prompts where answers have no tokens.
+    baseline, leading = baseline_group(groups), _INPUT if without_tokens(of_case) else _OUTPUT
+    several = len(of_case) > 1
+    versus = [Column(f"vs\n{baseline_group(of_case).policy}", "change", key="gain")] if several else []
+    columns = (Column("policy", "label", fold=True), leading.column(), *versus, *(f.column() for f in figures))
+    rows: list[tuple[Value, ...]] = [
+        (_marked(group), leading.cell(group), *([_gain(group, baseline, leading)] if several else []),
+         *(figure.cell(group) for figure in figures))
+        for group in groups
+    ]  # fmt: skip
+    return columns, rows
 
 
 def _marked(group: Group) -> str:
@@ -175,28 +177,19 @@ def _by_part(
     figures: Sequence[_Figure],
 ) -> Section:
     """One row per part and policy; no gains if there is one policy."""
-    versus = [Column(f"vs\n{case.baseline.policy}", "change", key="gain")] if len(case.groups) > 1 else []
-    leading = _leading(case.groups)
-    columns = (
-        Column(kind, "label", fold=True),
-        *([Column("priority", "label", right=True)] if priorities else []),
-        Column("policy", "label", fold=True),
-        leading.column(),
-        *versus,
-        *(figure.column() for figure in figures),
-    )
-    rows = tuple(
-        (
-            name, *([str(priorities.get(name, 0))] if priorities else []), _marked(group), leading.cell(group),
-            *([_gain(group, baseline_group(groups), leading)] if versus else []),
-            *(f.cell(group) for f in figures),
-        )
-        for name, groups in groups_by_name
-        for group in groups
-    )  # fmt: skip
-    return Section(f"By {kind}{f': {case.title}' if case.title else ''}", columns, rows)
+    rows: list[tuple[Value, ...]] = []
+    for name, groups in groups_by_name:
+        columns, of_part = _by_policy(groups, case.groups, figures)
+        rows += [(name, *([str(priorities.get(name, 0))] if priorities else []), *row) for row in of_part]
+    priority = [Column("priority", "label", right=True)] if priorities else []
+    return Section(_titled(kind, case), (Column(kind, "label", fold=True), *priority, *columns), tuple(rows))
 
 
+def _titled(kind: str, case: ComparisonCase) -> str:
+    return f"By {kind}{f': {case.title}' if case.title else ''}"
+
+
+_INTERACTIVITY = "interactivity_tokens_per_s"
 _OF_SESSIONS: tuple[tuple[Column, Callable[[SessionFigures], float | None]], ...] = (
     (Column("time\nmedian", show=numbers.duration_ms, key="median_completion_ms"), lambda s: s.completion.median),
     (Column("time\np90", show=numbers.duration_ms, key="p90_completion_ms"), lambda s: s.completion.p90),
@@ -207,7 +200,10 @@ _OF_SESSIONS: tuple[tuple[Column, Callable[[SessionFigures], float | None]], ...
     (Column("turns\nmean", show=numbers.rate, key="mean_turns"), lambda s: s.mean_turns),
     (Column("in tok\nmean", show=numbers.rate, key="mean_input_tokens"), lambda s: s.mean_input_tokens),
     (Column("out tok\nmean", show=numbers.rate, key="mean_output_tokens"), lambda s: s.mean_output_tokens),
-    (Column("tok/s end\nto end", show=numbers.rate, key="interactivity_tokens_per_s"), lambda s: s.interactivity),
+    (
+        Column("tok/s end\nto end", show=numbers.rate, key=_INTERACTIVITY),
+        lambda s: s.interactivity_tokens_per_s,
+    ),
 )
 
 
@@ -217,23 +213,18 @@ def sessions(case: ComparisonCase) -> Section | None:
     told_apart = any(summary.sessions[""].tool.count for summary in case.summaries if summary.sessions)
     shown = [pair for pair in _OF_SESSIONS if told_apart or pair[0].key not in ("tool_share", "think_share")]
     rows: list[tuple[Value, ...]] = [
-        (name, _marked(group), _jobs(group), *(_of_sessions(group, figure) for _, figure in shown))
+        (name, _marked(group), _of_all(*((s.sessions[""].complete, s.sessions[""].planned) for s in group.summaries)),
+         *(_of_sessions(group, figure) for _, figure in shown))
         for name, groups in groups_by_class
         for group in groups
         if all(summary.sessions for summary in group.summaries)
-    ]
+    ]  # fmt: skip
     if not rows:
         return None
     by_name = len(groups_by_class) > 1
     columns = (*[Column("class", "label", fold=True)] * by_name, Column("policy", "label", fold=True),
                Column("sessions\ncomplete", "label", right=True), *(column for column, _ in shown))  # fmt: skip
-    title = f"By session{f': {case.title}' if case.title else ''}"
-    return Section(title, columns, tuple(row if by_name else row[1:] for row in rows))
-
-
-def _jobs(group: Group) -> str:
-    by_run = [summary.sessions[""] for summary in group.summaries]
-    return f"{numbers.count(sum(s.complete for s in by_run))} of {numbers.count(sum(s.planned for s in by_run))}"
+    return Section(_titled("session", case), columns, tuple(row if by_name else row[1:] for row in rows))
 
 
 def _of_sessions(group: Group, of: Callable[[SessionFigures], float | None]) -> MeanFigure:
@@ -241,11 +232,6 @@ def _of_sessions(group: Group, of: Callable[[SessionFigures], float | None]) -> 
     if len(known) < len(group.summaries):
         return MeanFigure(None)
     return MeanFigure(fmean(known), stdev(known) if len(known) > 1 and not group.copies else None)
-
-
-def _leading(groups: Sequence[Group]) -> _Figure:
-    """The throughput by which policies are ranked: of prompts where answers have no tokens."""
-    return _INPUT if without_tokens(groups) else _OUTPUT
 
 
 def _figures(groups: Sequence[Group], *, all_percentiles: bool) -> list[_Figure]:
@@ -256,11 +242,8 @@ def _figures(groups: Sequence[Group], *, all_percentiles: bool) -> list[_Figure]
     if any(summary.slo for group in groups for summary in group.summaries):
         figures += _LIMITS
     for shown, known in ((_COSTS, "price_per_hour"), (_ENERGY, "gpu_energy_j")):
-        if any(
-            getattr(summary_of_run.metrics.economy, known) is not None
-            for group in groups
-            for summary_of_run in group.summaries
-        ):
+        economies = [summary.metrics.economy for group in groups for summary in group.summaries]
+        if any(getattr(economy, known) is not None for economy in economies):
             figures += shown
     return [figure for figure in figures if not (tokenless and figure in _PER_TOKEN)]
 
@@ -281,25 +264,23 @@ def _figures_of_tokens(groups: Sequence[Group], *, all_percentiles: bool) -> lis
 
 
 def _median(latency: str) -> _Figure:
-    return _Figure(
-        f"{latency.upper()}\nmedian", f"median_{latency}_ms", _statistic(latency, "median"), numbers.duration_ms
-    )
+    median = attrgetter(f"{latency}.median")
+    return _Figure(f"{latency.upper()}\nmedian", f"median_{latency}_ms", median, numbers.duration_ms)
 
 
 def _tails(groups: Sequence[Group], latency: str, *, all_percentiles: bool) -> list[_Figure]:
     """The highest percentile that every run has enough samples for; if there is none, p99 as a dash."""
     names = QUANTILES if all_percentiles else (sound_percentile(groups, latency) or "p99",)
-    of = _estimate if all_percentiles else _statistic
+
+    def of(name: str) -> Figure:
+        whole = attrgetter(latency)
+        return (lambda metrics: whole(metrics).estimate(name)) if all_percentiles else attrgetter(f"{latency}.{name}")
+
     return [
-        _Figure(
-            f"{latency.upper()}\n{name}",
-            f"{name}_{latency}_ms",
-            of(latency, name),
-            numbers.duration_ms,
-            partial(_too_few, latency=latency, name=name),
-        )
+        _Figure(f"{latency.upper()}\n{name}", f"{name}_{latency}_ms", of(name), numbers.duration_ms,
+                partial(_too_few, latency=latency, name=name))
         for name in names
-    ]
+    ]  # fmt: skip
 
 
 def sound_percentile(groups: Sequence[Group], latency: str) -> str | None:
@@ -309,28 +290,9 @@ def sound_percentile(groups: Sequence[Group], latency: str) -> str | None:
 
 
 def _too_few(groups: Sequence[Group], latency: str, name: str) -> bool:
-    distributions: list[Distribution] = [
-        getattr(distribution.metrics, latency) for group in groups for distribution in group.summaries
-    ]
-    return any(distribution.count and getattr(distribution, name) is None for distribution in distributions) or not any(
-        distribution.count for distribution in distributions
-    )
-
-
-def _statistic(latency: str, name: str) -> Figure:
-    def value(metrics: Metrics) -> float | None:
-        statistic: float | None = getattr(getattr(metrics, latency), name)
-        return statistic
-
-    return value
-
-
-def _estimate(latency: str, name: str) -> Figure:
-    def value(metrics: Metrics) -> float | None:
-        distribution: Distribution = getattr(metrics, latency)
-        return distribution.estimate(name)
-
-    return value
+    all_of_it = [getattr(summary.metrics, latency) for group in groups for summary in group.summaries]
+    sampled: list[Distribution] = [distribution for distribution in all_of_it if distribution.count]
+    return not sampled or any(getattr(distribution, name) is None for distribution in sampled)
 
 
 def _gain(group: Group, baseline: Group, figure: _Figure) -> Value:
@@ -338,9 +300,9 @@ def _gain(group: Group, baseline: Group, figure: _Figure) -> Value:
     return None if gain_over is None else MeanFigure(gain_over.mean, gain_over.spread)
 
 
-def _completed(group: Group) -> str:
-    done = sum(summary.metrics.completed for summary in group.summaries)
-    return f"{numbers.count(done)} of {numbers.count(sum(summary.metrics.planned for summary in group.summaries))}"
+def _of_all(*runs: tuple[int, int]) -> str:
+    done, planned = map(sum, zip(*runs, strict=True))
+    return f"{done:,} of {planned:,}"
 
 
 def legend(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) -> str:
@@ -382,17 +344,9 @@ def legend(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) ->
     return f"{'; '.join([*parts, '–: undefined or too few samples'])}."
 
 
-def framed(title: str = "") -> Table:
+def framed() -> Table:
     """An empty table in the common style."""
-    return Table(
-        title=title or None,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-    )
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
 
 
 def plain_table(*columns: str) -> Table:

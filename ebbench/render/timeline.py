@@ -18,7 +18,7 @@ from ebbench.analysis.summary import metric_columns
 from ebbench.errors import DataError
 from ebbench.records.run import Run
 from ebbench.render import palette
-from ebbench.render.figures import altair, colour, dash, values
+from ebbench.render.figures import altair, colour, lines, values
 
 BINS, _RATES = 240, 60
 WIDTH = 640
@@ -142,10 +142,8 @@ def _throughput(columns: RequestColumns) -> list[Row]:
         return []
     edges = np.linspace(0.0, float(times[-1]), 81)
     cumulative = np.concatenate([[0.0], np.cumsum(tokens)])
-    done = np.diff(cumulative[np.searchsorted(times, edges, "right")])
-    rate = done / np.diff(edges)
-    middles = (edges[:-1] + edges[1:]) / 2
-    return [{"t": float(t), "value": float(y)} for t, y in zip(middles, rate, strict=True)]
+    rate = np.diff(cumulative[_until(times, edges)]) / np.diff(edges)
+    return [{"t": float(t), "value": float(y)} for t, y in zip(_middles(edges), rate, strict=True)]
 
 
 def _sizes(run: Run, times: npt.NDArray[np.float64], columns: dict[str, npt.NDArray[Any]]) -> list[Row]:
@@ -153,40 +151,30 @@ def _sizes(run: Run, times: npt.NDArray[np.float64], columns: dict[str, npt.NDAr
     for name, label in (("k", "k*"), ("n_limit", "N*")):
         column = np.asarray(columns[name], np.float64)
         known = np.isfinite(column)
-        if known.any():
-            rows += _binned(label, times[known], column[known])
+        rows += _binned(label, times[known], column[known])
     decisions = run.table("decisions", ["time_ns", "n_obs"]).drop_null()
-    if decisions.num_rows:
-        rows += _binned("N_obs", decisions["time_ns"].to_numpy() / 1e9, decisions["n_obs"].to_numpy())
-    return rows
+    return rows + _binned("N_obs", decisions["time_ns"].to_numpy() / 1e9, decisions["n_obs"].to_numpy())
 
 
 def _sides(run: Run) -> list[Row]:
     """Both sides of eq. 8 in microseconds per token, per evaluation."""
     table = run.table("decisions", ["time_ns", "lhs", "rhs", "margin"]).drop_null()
-    if not table.num_rows:
-        return []
     times = table["time_ns"].to_numpy() / 1e9
-    lhs, rhs = (1e6 * table[name].to_numpy() for name in ("lhs", "rhs"))
-    margin = 1e6 * table["margin"].to_numpy()
+    lhs, rhs, margin = (1e6 * table[name].to_numpy() for name in ("lhs", "rhs", "margin"))
     return [
-        *_binned("cost of mixing (left side)", times, lhs),
-        *_binned("saving of mixing + margin (right side)", times, rhs + margin),
+        row for name, side in zip(palette.SIDES, (lhs, rhs + margin), strict=True) for row in _binned(name, times, side)
     ]
 
 
 def _binned(series: str, times: npt.NDArray[np.float64], column: npt.NDArray[Any]) -> list[Row]:
     """At most BINS points, each the mean over its part of the time."""
     if len(times) <= BINS:
-        return [{"t": float(t), "series": series, "value": float(y)} for t, y in zip(times, column, strict=True)]
+        return _points(series, times, column)
     edges = np.linspace(times[0], times[-1], BINS + 1)
     place = np.clip(np.searchsorted(edges, times, "right") - 1, 0, BINS - 1)
     counts = np.bincount(place, minlength=BINS)
-    sums = np.bincount(place, np.asarray(column, np.float64), BINS)
-    middles = (edges[:-1] + edges[1:]) / 2
-    return [
-        {"t": float(middles[i]), "series": series, "value": float(sums[i] / counts[i])} for i in np.flatnonzero(counts)
-    ]
+    sums, full = np.bincount(place, np.asarray(column, np.float64), BINS), counts > 0
+    return _points(series, _middles(edges)[full], sums[full] / counts[full])
 
 
 def timeline_chart(line: Timeline) -> Any:
@@ -219,21 +207,14 @@ def _x(line: Timeline, last: bool = False) -> Any:
 
 
 def _boundaries(line: Timeline) -> list[Any]:
-    if not line.phases:
-        return []
-    alt = altair()
-    data = values(line.phases)
-    return [alt.Chart(data).mark_rule(color=palette.BOUNDARY, strokeDash=[3, 3]).encode(x="t:Q")]
+    rules = altair().Chart(values(line.phases)).mark_rule(color=palette.BOUNDARY, strokeDash=[3, 3])
+    return [rules.encode(x="t:Q")] if line.phases else []
 
 
 def _mode_panel(line: Timeline) -> Any:
     alt = altair()
-    names, colours = list(palette.MODES), list(palette.MODES.values())
-    bars = (
-        alt.Chart(values(line.modes))
-        .mark_rect(opacity=0.85)
-        .encode(x=_x(line), x2="t2:Q", color=colour(names, colours, "mode"))
-    )
+    hues = colour(list(palette.MODES), list(palette.MODES.values()), "mode")
+    bars = alt.Chart(values(line.modes)).mark_rect(opacity=0.85).encode(x=_x(line), x2="t2:Q", color=hues)
     layers = [bars, *_boundaries(line)]
     if line.phases:
         text = alt.Chart(values(line.phases)).mark_text(align="left", dx=4, dy=-1, fontSize=11, fontWeight="bold")
@@ -258,16 +239,10 @@ def _series_panel(
     line: Timeline, rows: list[Row], title: str, colours: Mapping[str, str], *, last: bool = False
 ) -> Any:
     alt = altair()
-    present = [name for name in colours if any(row["series"] == name for row in rows)]
-    shown = [colours[name] for name in present]
-    lines = (
-        alt.Chart(values(rows))
-        .mark_line(strokeWidth=1.6, interpolate="step-after")
-        .encode(
-            x=_x(line, last),
-            y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=False)),
-            color=colour(present, shown),
-            strokeDash=dash(present),
-        )
+    present = {name: hue for name, hue in colours.items() if any(row["series"] == name for row in rows)}
+    y, mark = (
+        alt.Y("value:Q", title=title, scale=alt.Scale(zero=False)),
+        {"strokeWidth": 1.6, "interpolate": "step-after"},
     )
-    return alt.layer(lines, *_boundaries(line)).properties(width=WIDTH, height=100)
+    steps = lines(rows, _x(line, last), y, list(present), list(present.values()), mark=mark)
+    return alt.layer(steps, *_boundaries(line)).properties(width=WIDTH, height=100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from ebbench.analysis.environment import time_note
@@ -17,20 +18,21 @@ def print_workload(name: str, described: dict[str, Any], console: Console) -> No
     several = conversations if described["sessions"] != described["requests"] else ""
     console.print(f"{name}: {described['requests']:,} requests{several}", markup=False)
     console.print(f"source: {facts['source']} ({facts['source_reason']})", markup=False)
-    if "log" in described:
-        log = described["log"]
-        if log["columns"]:
-            named = ", ".join(f"{role} = {column}" for role, column in log["columns"].items())
-            console.print(f"columns: {named}", markup=False)
-        console.print(f"rows: {log['rows']:,}, of which {log['requests']:,} are used", markup=False)
-        for dropped in log["dropped"]:
-            line = f"  {dropped['rows']:,} left out: {dropped['reason']} (first: line {dropped['first_line']:,})"
-            console.print(line, markup=False)
-        if keeps := log.get("failed_are_kept_with"):
-            console.print(f"  {keeps} keeps failed requests that have token counts", markup=False)
-    for key in ("input_lengths", "output_lengths", "token_counts"):
-        if key in facts:
-            console.print(f"{key.replace('_', ' ')}: {facts[key]}", markup=False)
+    lines = []
+    if log := described.get("log"):
+        named = ", ".join(f"{role} = {column}" for role, column in log["columns"].items())
+        lines += [f"columns: {named}"] if named else []
+        lines.append(f"rows: {log['rows']:,}, of which {log['requests']:,} are used")
+        lines += [
+            f"  {dropped['rows']:,} left out: {dropped['reason']} (first: line {dropped['first_line']:,})"
+            for dropped in log["dropped"]
+        ]
+        keeps = log.get("failed_are_kept_with")
+        lines += [f"  {keeps} keeps failed requests that have token counts"] if keeps else []
+    lengths = ("input_lengths", "output_lengths", "token_counts")
+    lines += [f"{key.replace('_', ' ')}: {facts[key]}" for key in lengths if key in facts]
+    for line in lines:
+        console.print(line, markup=False)
     columns = list(described["input_tokens"])
     table = plain_table("tokens", *columns)
     for title, key in (("prompt", "input_tokens"), ("answer", "output_tokens")):
@@ -40,7 +42,8 @@ def print_workload(name: str, described: dict[str, Any], console: Console) -> No
     if note := time_note(facts):
         console.print(note, markup=False)
     if "log" in described:
-        _print_traffic(console, described["log"])
+        for line in _traffic(described["log"]):
+            console.print(line, markup=False)
     elif "arrivals" in described:
         console.print(arrival_line(described["arrivals"]))
     for warning in described["warnings"]:
@@ -55,50 +58,47 @@ def arrival_line(arrivals: dict[str, float]) -> str:
     )
 
 
-def _print_traffic(console: Console, log: dict[str, Any]) -> None:
+def _traffic(log: dict[str, Any]) -> Iterator[str]:
     """Gaps, burstiness, sessions, repeated prompts and the trend of the hazard."""
     if "arrivals" not in log:
         none = "none; replay it under another scenario (--scenario poisson --request-rate R)"
-        console.print(f"times: {none}" + (f", or {log['time_hint']}" if log["time_hint"] else ""), markup=False)
+        yield f"times: {none}" + (f", or {log['time_hint']}" if log["time_hint"] else "")
     elif log["arrivals"]["requests_per_s"] is not None:
         arrivals = log["arrivals"]
         gaps = ", ".join(f"{name} {arrivals[f'gap_{name}_s']:.3g}" for name in ("mean", "p50", "p95", "p99", "max"))
         rate = f"{arrivals['requests_per_s']:,.3g} requests/s over {arrivals['span_s']:,.1f} s"
-        console.print(f"arrivals: {rate}; gaps in s: {gaps}")
+        yield f"arrivals: {rate}; gaps in s: {gaps}"
         bursts = f"gaps with a coefficient of variation of {arrivals['gap_variation']:.2f} (Poisson: 1)"
         if "dispersion_per_minute" in arrivals:
             per_minute = f"{arrivals['dispersion_per_minute']:,.1f} (Poisson: 1)"
             bursts += f"; counts per minute with a dispersion of {per_minute}"
-        console.print(f"burstiness: {bursts}")
+        yield f"burstiness: {bursts}"
     if "sessions" in log:
-        sessions = log["sessions"]
-        parts = [
-            f"sessions: {sessions['sessions']:,}, {sessions['several_turns']:,} of them with several requests, "
-            f"{sessions['turns_mean']:.1f} requests per session (most: {sessions['turns_max']:,})"
-        ]
-        if "turns_with_history" in sessions:
-            parts.append(f"{sessions['turns_with_history']:.0%} of later prompts can hold the session so far")
-        if "pause_median_s" in sessions:
-            of_tools = f", {sessions['tool_pauses']:.0%} of tools" if "tool_pauses" in sessions else " (tools or users)"
-            parts.append(
-                f"pauses: median {sessions['pause_median_s']:.3g} s, mean {sessions['pause_mean_s']:.3g} s{of_tools}"
-            )
-        if sessions["parallel_requests"]:
-            parts.append(f"{sessions['parallel_requests']:,} requests do not wait just for the one before")
-        console.print("; ".join(parts))
+        yield _sessions(log["sessions"])
     if "prefixes" in log:
-        prefixes = log["prefixes"]
-        console.print(
-            f"prompts: {prefixes['repeated_share']:.1%} of their tokens repeat the beginning of an earlier prompt "
-            f"(blocks of {prefixes['block_tokens']} tokens)"
-        )
+        repeated, block = (log["prefixes"][name] for name in ("repeated_share", "block_tokens"))
+        begun = f"{repeated:.1%} of their tokens repeat the beginning of an earlier prompt"
+        yield f"prompts: {begun} (blocks of {block} tokens)"
     if "cached_share" in log:
-        console.print(f"cache: {log['cached_share']:.1%} of the prompt tokens were cached when recorded")
+        yield f"cache: {log['cached_share']:.1%} of the prompt tokens were cached when recorded"
     if "acceptance" in log:
-        rates = ", ".join(f"{rate:.2f}" for rate in log["acceptance"])
-        console.print(f"drafted tokens: accepted by position {rates}", markup=False)
-    hazard = log["hazard"]
-    console.print(f"completion hazard: {hazard.get('verdict') or hazard['untested']}", markup=False)
+        yield f"drafted tokens: accepted by position {', '.join(f'{rate:.2f}' for rate in log['acceptance'])}"
+    yield f"completion hazard: {log['hazard'].get('verdict') or log['hazard']['untested']}"
+
+
+def _sessions(known: dict[str, Any]) -> str:
+    parts = [
+        f"sessions: {known['sessions']:,}, {known['several_turns']:,} of them with several requests, "
+        f"{known['turns_mean']:.1f} requests per session (most: {known['turns_max']:,})"
+    ]
+    if "turns_with_history" in known:
+        parts.append(f"{known['turns_with_history']:.0%} of later prompts can hold the session so far")
+    if "pause_median_s" in known:
+        of_tools = f", {known['tool_pauses']:.0%} of tools" if "tool_pauses" in known else " (tools or users)"
+        parts.append(f"pauses: median {known['pause_median_s']:.3g} s, mean {known['pause_mean_s']:.3g} s{of_tools}")
+    if known["parallel_requests"]:
+        parts.append(f"{known['parallel_requests']:,} requests do not wait just for the one before")
+    return "; ".join(parts)
 
 
 # Scenarios.

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ebbench.analysis.cases import ALPHA, TIE
-from ebbench.analysis.documents import Column, Document, Section, Value
+from ebbench.analysis.documents import Column, Document, Section
 from ebbench.analysis.paired import (
     REQUEST_TIME,
     Compared,
@@ -56,17 +56,13 @@ def plain(compared: Compared) -> Document:
     figures = ("baseline_value", "value", "change", "change_low", "change_high", "p_adjusted")
     columns = (*(Column(name, "label") for name in labels), *map(Column, figures), Column("verdict", "label"))
     sections = []
-    for comparison in compared.comparisons:
-        for policy in comparison.others:
-            rows = tuple(
-                (
-                    *(contrast.figure, comparison.baseline, policy.label),
-                    *(contrast.baseline, contrast.value, contrast.change, contrast.low, contrast.high),
-                    *(contrast.p_adjusted, verdict(contrast)),
-                )
-                for contrast in policy.contrasts
-            )
-            sections.append(Section(comparison.title, columns, rows))
+    for comparison, policy in ((compared, policy) for compared in compared.comparisons for policy in compared.others):
+        rows = tuple(
+            (c.figure, comparison.baseline, policy.label, c.baseline, c.value, c.change, c.low, c.high, c.p_adjusted,
+             verdict(c))
+            for c in policy.contrasts
+        )  # fmt: skip
+        sections.append(Section(comparison.title, columns, rows))
     return Document("comparison", heading(compared), tuple(sections))
 
 
@@ -80,10 +76,8 @@ def console(compared: Compared, width: int) -> RenderableType:
         for policy in comparison.others:
             parts += [Text(), *section_tables(next(shown), width), Text(verdict_sentence(comparison, policy))]
         if not alike or comparison is compared.comparisons[-1]:
-            parts += [
-                *([Text()] if alike and len(compared.comparisons) > 1 else []),
-                Text(legend(comparison), style="dim"),
-            ]
+            parts += [Text()] * (alike and len(compared.comparisons) > 1)
+            parts.append(Text(legend(comparison), style="dim"))
     parts += [Text(line) for line in left_out(compared)]
     return Group(*parts, *titled("Keep in mind", caveats(compared.comparisons)))
 
@@ -137,33 +131,21 @@ def heading(compared: Compared) -> str:
 
 def _section(comparison: PairedComparison, policy: PolicyContrasts) -> Section:
     columns = (
-        Column("figure", "label"),
-        Column(comparison.baseline, "label", key="baseline", right=True),
-        Column(policy.label, "label", key="value", right=True),
-        Column("change", "change"),
-        Column("95 % interval", "label", right=True),
-        Column("p", show=_p),
-        Column("verdict", "label"),
-    )
+        Column("figure", "label"), Column(comparison.baseline, "label", key="baseline", right=True),
+        Column(policy.label, "label", key="value", right=True), Column("change", "change"),
+        Column("95 % interval", "label", right=True), Column("p", show=_p), Column("verdict", "label"),
+    )  # fmt: skip
     before = f"{comparison.title}: " if comparison.title else ""
-    rows = tuple(_row(contrast) for contrast in policy.contrasts)
+    rows = tuple(
+        (label_of(c.figure), numbers.figure(c.figure, c.baseline), numbers.figure(c.figure, c.value), c.change,
+         _interval(c), c.p_adjusted, verdict(c))
+        for c in policy.contrasts
+    )  # fmt: skip
     return Section(f"{before}{policy.label} against {comparison.baseline}", columns, rows)
 
 
 def _p(value: float) -> str:
     return "<0.001" if value < 0.001 else f"{value:.3f}"
-
-
-def _row(contrast: Contrast) -> tuple[Value, ...]:
-    return (
-        label_of(contrast.figure),
-        numbers.figure(contrast.figure, contrast.baseline),
-        numbers.figure(contrast.figure, contrast.value),
-        contrast.change,
-        _interval(contrast),
-        contrast.p_adjusted,
-        verdict(contrast),
-    )
 
 
 def _interval(contrast: Contrast) -> str:
@@ -285,17 +267,12 @@ def legend(comparison: PairedComparison) -> str:
     text += "".join(f"; {label_of(figure)} decides here and counts as one test more" for figure in more)
     if pairs < needed:
         return f"{text}. {made} cannot show any difference: use --repeats {needed} or more."
-    detectable = "; ".join(_detectable_of(policy) for policy in comparison.others if not policy.identical)
-    return f"{text}. Minimum detectable change: {detectable}." if detectable else f"{text}."
-
-
-def _detectable_of(policy: PolicyContrasts) -> str:
-    known = [
-        f"{label_of(contrast.figure)} {100 * contrast.detectable:.1f} %"
-        for contrast in policy.contrasts
-        if contrast.detectable is not None
-    ]
-    return f"{policy.label} {', '.join(known) or 'none'}"
+    detectable = []
+    for policy in (policy for policy in comparison.others if not policy.identical):
+        least = ((label_of(contrast.figure), contrast.detectable) for contrast in policy.contrasts)
+        known = [f"{name} {100 * change:.1f} %" for name, change in least if change is not None]
+        detectable.append(f"{policy.label} {', '.join(known) or 'none'}")
+    return f"{text}. Minimum detectable change: {'; '.join(detectable)}." if detectable else f"{text}."
 
 
 def tables(compared: Compared) -> list[page_data.Table]:
@@ -305,9 +282,9 @@ def tables(compared: Compared) -> list[page_data.Table]:
         if max(len(policy.pairs) for policy in comparison.others) > 1:
             sections = [_section(comparison, policy) for policy in comparison.others]
             sentences = [verdict_sentence(comparison, policy) for policy in comparison.others]
-            page += [page_data.of_section(section, f"Paired: {section.title}") for section in sections[:-1]]
-            note = " ".join([*sentences, legend(comparison)])
-            page.append(page_data.of_section(sections[-1], f"Paired: {sections[-1].title}", note))
+            notes = [""] * (len(sections) - 1) + [" ".join([*sentences, legend(comparison)])]
+            paired = zip(sections, notes, strict=True)
+            page += [page_data.of_section(section, f"Paired: {section.title}", note) for section, note in paired]
     return page
 
 

@@ -122,7 +122,11 @@ def _overview(runs: Sequence[Run], *, summaries: bool) -> pa.Table:
     figures = [metrics_dict(summarise(run).metrics) for run in runs] if summaries else []
     described = {name: _column([row.get(name) for row in rows]) for name in _names(rows)}
     names = [name for name in _names(figures) if name not in described and name != "steady"]
-    return pa.table(described | {name: _numbers([row.get(name) for row in figures]) for name in names})
+    columns = {name: [row.get(name) for row in figures] for name in names}
+    for name, values in columns.items():  # integers stay integers; any other column is double, even without values
+        whole = all(isinstance(value, int) for value in values)
+        described[name] = pa.array(values, pa.int64() if whole else pa.float64(), from_pandas=True)
+    return pa.table(described)
 
 
 def _names(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -150,12 +154,6 @@ def _column(values: list[Any]) -> pa.Array:
         return pa.array(values, from_pandas=True)
     except pa.ArrowException:
         return pa.array([None if value is None else str(value) for value in values], pa.string())
-
-
-def _numbers(values: list[int | float | None]) -> pa.Array:
-    """Integers stay integers; any other column is double, even if no run has a value."""
-    counts = all(isinstance(value, int) for value in values)
-    return pa.array(values, pa.int64() if counts else pa.float64(), from_pandas=True)
 
 
 def _unglobbed(path: str) -> str:
@@ -204,10 +202,8 @@ def _text_of(result: pa.Table, form: str) -> str:
         return json.dumps(finite(result.to_pylist()), indent=2, default=_json_value, allow_nan=False) + "\n"
     text = io.StringIO()
     if form == "csv":
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(map(csv_cell, result.column_names))
-        for row in result.to_pylist():
-            writer.writerow(["" if value is None else csv_cell(value) for value in row.values()])
+        rows = (["" if value is None else value for value in row.values()] for row in result.to_pylist())
+        csv.writer(text, lineterminator="\n").writerows(map(csv_cell, row) for row in (result.column_names, *rows))
         return text.getvalue()
     _print(result, Console(file=text, width=_FILE_WIDTH, color_system=None, highlight=False))
     return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
@@ -221,7 +217,6 @@ def _json_value(value: object) -> object:
 
 
 _FILE_WIDTH = 100_000  # a file has no width: no line is broken
-
 _LEAST_WIDTH = 9  # narrower columns are unreadable; rows are then shown one below the other
 
 

@@ -17,6 +17,7 @@ from ebbench.analysis.environment import run_host
 from ebbench.errors import DataError, UsageError
 from ebbench.foreign.documents import visible
 from ebbench.records.run import Run, find_runs, read_manifest
+from ebbench.records.warnings import counted
 from ebbench.render import numbers
 from ebbench.render.documents import Console, narrowed, rendered, section_tables
 from ebbench.report.page_data import shown_runs
@@ -71,17 +72,13 @@ def head(runs: Sequence[StoredRun], alike: Mapping[str, str]) -> str:
     """``12 runs and 1 search (17 probes), 31.2 MB; all balanced on h200``."""
     searches = [run for run in runs if run.kind == "search"]
     single = len(runs) - len(searches)
-    parts = [_several(single, "run")] if single or not searches else []
-    parts += [f"{_several(len(searches), 'search', 'es')} ({sum(run.probes for run in searches)} probes)"] * bool(
-        searches
-    )
+    parts = [counted(single, "run")] if single or not searches else []
+    if searches:
+        plural, probes = "es" * (len(searches) != 1), sum(run.probes for run in searches)
+        parts.append(f"{len(searches):,} search{plural} ({probes} probes)")
     same = ", ".join(f"{name} {value}" for name, value in alike.items() if value)
     total = numbers.size(sum(run.size for run in runs))
     return f"{' and '.join(parts)}, {total}" + (f"; all: {same}" if same else "")
-
-
-def _several(count: int, what: str, plural: str = "s") -> str:
-    return f"{count:,} {what}{plural if count != 1 else ''}"
 
 
 def problems(listing: Listing) -> list[str]:

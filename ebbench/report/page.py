@@ -78,12 +78,11 @@ def _timeline() -> Any:
         _lines(alt, "sides", "crossover, µs per token", palette.SIDES),
     ]  # fmt: skip
     stacked = alt.vconcat(*panels, spacing=12).resolve_scale(color="independent", strokeDash="independent")
-    return stacked.add_params(*_numbers(alt, "from_s", "to_s", "zoomed"))
+    return stacked.add_params(*_set_by_page("from_s", "to_s", "zoomed"))
 
 
-def _numbers(alt: Any, *names: str) -> list[Any]:
-    """Parameters that the page sets."""
-    return [alt.param(name=name, value=0) for name in names]
+def _set_by_page(*names: str) -> list[Any]:
+    return [altair().param(name=name, value=0) for name in names]
 
 
 def _panel(alt: Any, title: str, height: int, *layers: Any) -> Any:
@@ -103,16 +102,11 @@ def _time(alt: Any) -> Any:
 
 def _modes(alt: Any) -> Any:
     colours = alt.Scale(domain=list(palette.MODES), range=list(palette.MODES.values()))
-    spans = (
-        alt.Chart(alt.NamedData("modes"))
-        .mark_rect()
-        .encode(
-            x=_time(alt),
-            x2="t2:Q",
-            color=alt.Color("series:N", title=None, scale=colours, legend=_legend(alt)),
-            tooltip=["series:N", alt.Tooltip("t:Q", title="from s"), alt.Tooltip("t2:Q", title="to s")],
-        )
-    )
+    spans = alt.Chart(alt.NamedData("modes")).mark_rect()
+    spans = spans.encode(
+        x=_time(alt), x2="t2:Q", color=alt.Color("series:N", title=None, scale=colours, legend=_legend(alt)),
+        tooltip=["series:N", alt.Tooltip("t:Q", title="from s"), alt.Tooltip("t2:Q", title="to s")],
+    )  # fmt: skip
     # The time range is set by dragging or by the page's buttons, so it is drawn from the parameters and not by the
     # brush.
     unseen = alt.BrushConfig(fillOpacity=0, strokeOpacity=0)
@@ -173,7 +167,7 @@ def _steps() -> Any:
             ],
         )
         .properties(height=170)
-        .add_params(*_numbers(alt, "from_s", "to_s", "few"))
+        .add_params(*_set_by_page("from_s", "to_s", "few"))
     )  # fmt: skip
 
 
@@ -199,23 +193,15 @@ def _surface() -> Any:
 
 
 def _classes() -> Any:
-    """TTFT and TPOT of each class of the chosen run."""
     alt = altair()
-    base = (
-        alt.Chart(alt.NamedData("classes"))
-        .mark_line(clip=True, strokeWidth=1.6)
-        .encode(
-            x=alt.X("ms:Q", title=None, scale=alt.Scale(type="log", nice=False), axis=ms_axis()),
-            y=alt.Y("share:Q", title="share of requests", axis=alt.Axis(format="%")),
-            color=alt.Color(
-                "class:N",
-                title=None,
-                scale=alt.Scale(range=list(palette.SERIES)),
-                legend=alt.Legend(orient="top", symbolLimit=0, labelLimit=240),
-            ),
-            strokeDash=alt.StrokeDash("latency:N", title=None, legend=alt.Legend(orient="top")),
-            tooltip=["class:N", "latency:N", alt.Tooltip("ms:Q", format=",.4~r"), alt.Tooltip("share:Q", format=".1%")],
-        )
+    legend = alt.Legend(orient="top", symbolLimit=0, labelLimit=240)
+    base = alt.Chart(alt.NamedData("classes")).mark_line(clip=True, strokeWidth=1.6)
+    base = base.encode(
+        x=alt.X("ms:Q", title=None, scale=alt.Scale(type="log", nice=False), axis=ms_axis()),
+        y=alt.Y("share:Q", title="share of requests", axis=alt.Axis(format="%")),
+        color=alt.Color("class:N", title=None, scale=alt.Scale(range=list(palette.SERIES)), legend=legend),
+        strokeDash=alt.StrokeDash("latency:N", title=None, legend=alt.Legend(orient="top")),
+        tooltip=["class:N", "latency:N", alt.Tooltip("ms:Q", format=",.4~r"), alt.Tooltip("share:Q", format=".1%")],
     )
     return base.properties(width="container", height=240)
 
@@ -294,21 +280,19 @@ def library() -> str:
     """
     vl_convert = need("vl_convert", "the HTML report")
     kept = files.user_cache() / f"vega-{vl_convert.__version__}.js"
-    bundle = _whole(kept)
-    if bundle is None:
+    if not (bundle := _whole(kept)):
         bundle = str(vl_convert.javascript_bundle())
         with suppress(RunError):  # a home that cannot be written costs time, not the page
             files.write_text(f"{_digest(bundle)}\n{bundle}", kept)
     return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
-def _whole(path: Path) -> str | None:
-    """A kept text after the line with its digest; None if there is none, or another text than was written."""
-    try:
+def _whole(path: Path) -> str:
+    """A kept text after the line with its digest; empty if there is none, or another text than was written."""
+    digest = text = ""
+    with suppress(OSError, UnicodeDecodeError):
         digest, _, text = path.read_bytes().decode().partition("\n")
-    except (OSError, UnicodeDecodeError):
-        return None
-    return text if digest == _digest(text) else None
+    return text if digest == _digest(text) else ""
 
 
 def _digest(text: str) -> str:

@@ -84,11 +84,11 @@ def _rounded(value: float) -> str:
 def _lines(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     lines = [f"{row['policy']}: {end_sentence(row['refused'])}." for row in rows if row["refused"]]
     lines += [f"{row['policy']}: stopped by {end_sentence(row['stopped'])}." for row in rows if row["stopped"]]
-    lines.append(
+    return (
+        *lines,
         "The probe nearest to each capacity, which a diamond marks, stands for the search in the rest of this page; "
-        "the others are ordinary runs in the same directory."
+        "the others are ordinary runs in the same directory.",
     )
-    return tuple(lines)
 
 
 @dataclass(frozen=True)
@@ -136,12 +136,6 @@ _PART_NOTES = {
 }
 
 
-def part_tables(cases: Sequence[ComparisonCase]) -> tuple[Table, ...]:
-    """Tables by phase, by class of requests and by session, as far as a case has several of them."""
-    sections = [section for case in cases for section in tables.parts(case)]
-    return tuple(of_section(part, note=_PART_NOTES[part.title.split()[1].rstrip(":")]) for part in sections)
-
-
 def of_section(section: Section, title: str = "", note: str = "") -> Table:
     """A section of a document as a sortable table."""
     headers = tuple(f"{column.group} {column.name}".strip().replace("\n", " ") for column in section.columns)
@@ -174,29 +168,21 @@ def failures_tables(summaries: Sequence[Summary], labels: Sequence[str]) -> tupl
         for label, summary in zip(labels, summaries, strict=True)
         for failure in summary.failures
     )
-    names = ("error class", "example of the server's message", "what to do")
-    section = Section(
-        "Requests that did not complete", (Column("run", "label"), Column("requests"), *own_labels(*names)), rows
-    )
-    return (of_section(section),) if rows else ()
+    names = own_labels("error class", "example of the server's message", "what to do")
+    columns = (*own_labels("run"), Column("requests"), *names)
+    return (of_section(Section("Requests that did not complete", columns, rows)),) if rows else ()
 
 
 def environment_tables(labels: Sequence[str], runs: Sequence[Run]) -> tuple[Table, ...]:
     """What all runs share, and one column per run for what differs."""
     facts = [_facts(run) for run in runs]
-    rows = {
-        name: [facts_of_run.get(name, "") for facts_of_run in facts] for facts_of_run in facts for name in facts_of_run
-    }
-    shared = {name: values[:1] for name, values in rows.items() if len(set(values)) == 1}
-    own = {name: values for name, values in rows.items() if name not in shared}
-    sides = {"Environment": (["all runs" if len(runs) > 1 else labels[0]], shared)}
-    sides |= {"Where the runs differ": (list(labels), own)} if own else {}
-    return tuple(
-        of_section(
-            Section(title, own_labels("", *names), tuple((name, *values) for name, values in rows.items())), title
-        )
-        for title, (names, rows) in sides.items()
-    )
+    names = dict.fromkeys(name for of_run in facts for name in of_run)
+    rows = [(name, *(of_run.get(name, "") for of_run in facts)) for name in names]
+    alike, own = ([row for row in rows if (len(set(row[1:])) == 1) is same] for same in (True, False))
+    shared = [row[:2] for row in alike]
+    sections = [Section("Environment", own_labels("", "all runs" if len(runs) > 1 else labels[0]), tuple(shared))]
+    sections += [Section("Where the runs differ", own_labels("", *labels), tuple(own))] if own else []
+    return tuple(map(of_section, sections))
 
 
 def _facts(run: Run) -> dict[str, str]:
@@ -212,15 +198,13 @@ def _facts(run: Run) -> dict[str, str]:
     plain |= {"load": str(load_of_run(m)), "policy settings": json.dumps(settings) if settings else ""}
     if m.calibration and "source" in m.calibration:
         plain["controller calibration"] = str(m.calibration["source"])
-    versions = {f"version of {name}": version for name, version in m.versions.items()}
-    options = {f"option {name}": json.dumps(value) for name, value in m.options.items()}
-    known = {"workload", "scenario", "seed", "source"}
-    more = {
-        f"fact {name}": (value if isinstance(value, str) else json.dumps(value, default=str))
-        for name, value in m.facts.items()
-        if name not in known
+    plain |= {f"version of {name}": version for name, version in m.versions.items()}
+    plain |= {f"option {name}": json.dumps(value) for name, value in m.options.items()}
+    facts = {name: value for name, value in m.facts.items() if name not in ("workload", "scenario", "seed", "source")}
+    return plain | {
+        f"fact {name}": value if isinstance(value, str) else json.dumps(value, default=str)
+        for name, value in facts.items()
     }
-    return plain | versions | options | more
 
 
 MAX_STEPS = 20_000
@@ -270,12 +254,12 @@ def report_page(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None,
     groups = [group for case in cases for group in case.groups]
     labels, curves = latency_curves(cases, runs)
     targets = _targets(runs, summaries[0].slo)
+    parts = [section for case in cases for section in tables.parts(case)]
     explanations = []  # how the time of the first run of each policy divides
-    for case in cases:
-        for group in case.groups:
-            seed = f" (seed {group.summaries[0].seed})" if len(group.summaries) > 1 else ""
-            if lines := tuple(sentences.why(group.explanations[0])):
-                explanations.append((f"{_series(case, group)}{seed}", lines))
+    for case, group in [(own, group) for own in cases for group in own.groups]:
+        seed = f" (seed {group.summaries[0].seed})" if len(group.summaries) > 1 else ""
+        if lines := tuple(sentences.why(group.explanations[0])):
+            explanations.append((f"{_series(case, group)}{seed}", lines))
     return Page(
         title=title or _title(summaries),
         subtitle=(machine(summaries), *load_and_limits(summaries)),
@@ -283,7 +267,7 @@ def report_page(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None,
         warnings=(*notes, *sentences.keep_in_mind(cases)),
         tables=(
             *comparison_tables(cases, all_percentiles=all_percentiles), *failures_tables(summaries, labels), *extra,
-            *part_tables(cases),
+            *(of_section(part, note=_PART_NOTES[part.title.split()[1].rstrip(":")]) for part in parts),
         ),
         explanations=tuple(explanations),
         environment=environment_tables(labels, runs),
@@ -303,21 +287,24 @@ def latency_curves(
 
     A label is the series, with the seed or a number if a series has several runs, so that it is unique.
     """
-    placed = [(place, group) for place, case in enumerate(cases) for group in case.groups]
-    summaries = [summary for _, group in placed for summary in group.summaries]
-    curves = [(place, group.policy) for place, group in placed for _ in group.summaries]
-    series = [_series(cases[place], group) for place, group in placed for _ in group.summaries]
+    placed = [
+        (place, group, summary)
+        for place, case in enumerate(cases)
+        for group in case.groups
+        for summary in group.summaries
+    ]
+    series = [_series(cases[place], group) for place, group, _ in placed]
     several = len(set(series)) < len(series)
     labels: list[str] = []
-    for name, summary in zip(series, summaries, strict=True):
+    for name, (_, _, summary) in zip(series, placed, strict=True):
         label = f"{name} seed {summary.seed}" if several else name
         same = sum(known == label or known.startswith(f"{label} #") for known in labels)
         labels.append(f"{label} #{same + 1}" if same else label)
+    curves = [(place, group.policy) for place, group, _ in placed]
     return tuple(labels), _cdfs(labels, curves, _in_order(cases, runs))
 
 
 def _in_order(cases: Sequence[ComparisonCase], runs: Sequence[Run]) -> list[Run]:
-    """The runs in the order of the cases."""
     by_directory = {str(run.path): run for run in runs}
     return [by_directory[summary.run_dir] for case in cases for summary in case.summaries]
 
@@ -346,47 +333,36 @@ def _cdfs(labels: Sequence[str], curves: Sequence[tuple[int, str]], runs: Sequen
             "e2el": (columns.last_token - columns.intended)[ok],
         }
         for name, values in samples.items():
-            rows_by_chart[f"cdf_{name}"] += _cdf(label, case, policy, values)
+            rows_by_chart[f"cdf_{name}"] += _cdf(values, {"run": label, "case": case, "policy": policy})
     return rows_by_chart
 
 
-def _cdf(label: str, case: int, policy: str, ns: npt.NDArray[Any]) -> list[Row]:
-    if not len(ns):
-        return []
-    points = np.quantile(ns, _QUANTILES) / 1e6
+def _cdf(ns: npt.NDArray[Any], of: Row) -> list[Row]:
+    points = np.quantile(ns, _QUANTILES) / 1e6 if len(ns) else ()
     return [
-        {"run": label, "case": case, "policy": policy, "ms": _short(x), "share": _short(q)}
-        for x, q in zip(points, _QUANTILES, strict=True)
+        {**of, "ms": _short(x), "share": _short(q)}
+        for x, q in zip(points, _QUANTILES, strict=False)
         if x > 0  # the axis is logarithmic; tokens of one message have gaps of zero
     ]
 
 
 def _run_data(run: Run, targets: Targets | None) -> dict[str, Any]:
-    data: dict[str, Any] = {"surface": _surface(run, targets), "steps": {}, "steps_left_out": 0}
-    data |= {name: [] for name in _PANELS} | {"classes": _classes(run), "sessions": _sessions(run)}
-    stepped = run.table("steps", ["step_id"]).num_rows > 0
+    data: dict[str, Any] = {"surface": _surface(run, targets), "classes": _classes(run), "sessions": _sessions(run)}
     sent = run.table("requests", ["sent_ns"])["sent_ns"]
-    if sent.null_count < len(sent):
-        line: Timeline = make_timeline(run)
-        data |= {name: getattr(line, name) for name in _PANELS}
-    if stepped:
-        data["steps"], data["steps_left_out"] = _steps(run)
+    line = make_timeline(run) if sent.null_count < len(sent) else Timeline("", [], [])
+    data |= {name: getattr(line, name) for name in _PANELS}
+    data["steps"], data["steps_left_out"] = _steps(run)
     return data
 
 
 def _classes(run: Run) -> list[Row]:
-    """Points of the latency curves of each class; empty without classes."""
     columns = RequestColumns.of(metric_columns(run))
     rows_by_class = []
     for name in columns.classes:
         rows = columns.ok & (columns.request_class == name)
         ttft_ns = (columns.first_token - columns.intended)[rows & columns.generated]
-        latencies = {"TTFT": ttft_ns, "TPOT": tpot_ns(columns, rows)}
-        for latency, ns in latencies.items():
-            rows_by_class += [
-                {"class": name or "no class", "latency": latency, "ms": point["ms"], "share": point["share"]}
-                for point in _cdf("", 0, "", ns)
-            ]
+        for latency, ns in (("TTFT", ttft_ns), ("TPOT", tpot_ns(columns, rows))):
+            rows_by_class += _cdf(ns, {"class": name or "no class", "latency": latency})
     return rows_by_class
 
 
@@ -414,22 +390,15 @@ def _steps(run: Run) -> tuple[dict[str, list[Any]], int]:
     table = run.table("steps", names)
     kept = table.slice(0, MAX_STEPS)
     start, end = kept["start_ns"].to_numpy() / 1e9, kept["end_ns"].to_numpy() / 1e9
-    columns: dict[str, list[Any]] = {
-        "t": np.round(start, 6).tolist(),
-        "t2": np.round(end, 6).tolist(),
-        "ms": np.round((end - start) * 1e3, 3).tolist(),
-    }
-    for name in names[2:]:
-        columns[name] = kept[name].to_pylist()
-    return columns, table.num_rows - kept.num_rows
+    rounded = {"t": np.round(start, 6), "t2": np.round(end, 6), "ms": np.round((end - start) * 1e3, 3)}
+    columns = {name: values.tolist() for name, values in rounded.items()} | kept.select(names[2:]).to_pydict()
+    return columns if table.num_rows else {}, table.num_rows - kept.num_rows
 
 
 def _targets(runs: Sequence[Run], slo: Slo) -> Targets | None:
     """TTFT and TPOT limits in ms, spanning all measured values and the given limits; the same for every run."""
-    both = []
-    for run in runs:
-        columns = RequestColumns.of(run.table("requests", NEEDED))
-        both.append(latencies_ms(columns, columns.ok & (columns.tokens_after_first > 0)))
+    tables = (RequestColumns.of(run.table("requests", NEEDED)) for run in runs)
+    both = [latencies_ms(columns, columns.ok & (columns.tokens_after_first > 0)) for columns in tables]
     ttft, tpot = (np.concatenate(parts) for parts in zip(*both, strict=True))
     return (_spaced(ttft, slo.ttft), _spaced(tpot, slo.tpot)) if len(ttft) else None
 
@@ -441,7 +410,6 @@ def _spaced(measured: npt.NDArray[np.float64], asked: float | None) -> list[floa
 
 
 def _surface(run: Run, targets: Targets | None) -> list[Row]:
-    """Attainment over the targets, for the whole run and per phase."""
     if targets is None:
         return []
     return [

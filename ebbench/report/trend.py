@@ -76,10 +76,13 @@ def _section(series: Series, title: str, last: int | None) -> Section:
     shown = range(max(0, len(points) - last) if last else 0, len(points))
     days = [points[place].begun[:10] for place in shown]  # or the minutes, where several points are of one day
     begun: list[Value] = [*days] if len(set(days)) == len(days) else [points[place].begun for place in shown]
+    # Points of a server, where nobody stated a commit, are told apart by its version.
+    commits = any(member.stated for point in points for member in point.members)
+    kind = "commit" if commits or any(_HASH.fullmatch(point.commit) for point in points) else "version"
     cells: list[tuple[Column, list[Value]]] = [
         (Column("point", "label", right=True), [str(place + 1) for place in shown]),
         (Column("begun (UTC)", "label"), begun),
-        (Column(_kind(points), "label"), [_short(points[place]) for place in shown]),
+        (Column(kind, "label"), [_short(points[place]) for place in shown]),
         (Column("label", "label"), [points[place].label for place in shown]),
         (Column("runs"), [len(points[place].members) for place in shown]),
     ]
@@ -89,8 +92,7 @@ def _section(series: Series, title: str, last: int | None) -> Section:
     rows = tuple(zip(*(values for _, values in cells), strict=True))
     # What stands out: changes for the worse, and a last point that is worse.
     worse = {change.place for trend in series for change in trend.changes if change.direction == "worse"}
-    if any(trend.newest is not None and trend.newest.outcome == "fail" for trend in series):
-        worse.add(len(points) - 1)
+    worse |= {len(points) - 1 for trend in series if trend.newest is not None and trend.newest.outcome == "fail"}
     faulty = frozenset(place - shown.start for place in worse if place in shown)
     return Section(title, tuple(column for column, _ in cells), rows, faulty=faulty)
 
@@ -131,27 +133,18 @@ def sentences(series: Series, title: str) -> list[str]:
                 f"than every point before it, but {counted(len(trend.newest.losses), 'pair')} of runs cannot show "
                 "it; six can (--repeats 6)."
             )
-    shown_lines = lines or [
-        "no change is shown" if len(series[0].points) > 1 else "one point; a trend needs two or more"
-    ]
-    return [f"{title}: {line}" for line in shown_lines]
+    nothing = "no change is shown" if len(series[0].points) > 1 else "one point; a trend needs two or more"
+    return [f"{title}: {line}" for line in lines or [nothing]]
 
 
 def _change_told(name: str, change: Change, point: Point) -> str:
     grown, low, high = change.bounds
-    interval = (
-        f"95 % interval {numbers.change(low)} to {numbers.change(high)}" if math.isfinite(high) else "no interval"
-    )
+    ends = f"95 % interval {numbers.change(low)} to {numbers.change(high)}"
+    interval = ends if math.isfinite(high) else "no interval"
     return (
         f"{name} {numbers.change(grown)} ({change.direction}) from {_point_name(point)} on: {interval}, "
         f"p = {change.judged.p_adjusted:.4f} over {counted(len(change.judged.losses), 'pair')}."
     )
-
-
-def _kind(points: Sequence[Point]) -> str:
-    """Whether points are told apart by commits or by versions: those of a server, where nobody stated a commit."""
-    commits = any(member.stated for point in points for member in point.members)
-    return "commit" if commits or any(_HASH.fullmatch(point.commit) for point in points) else "version"
 
 
 def _short(point: Point) -> str:
@@ -198,7 +191,7 @@ def _point(series: Series, place: int) -> dict[str, Any]:
 
 
 def _change(trend: Trend, change: Change) -> dict[str, Any]:
-    grown, low, high = (bound if math.isfinite(bound) else None for bound in change.bounds)
+    grown, low, high = numbers.finite(change.bounds)
     return {
         "figure": trend.figure, "commit": trend.points[change.place].commit, "point": change.place,
         "direction": change.direction, "change": grown, "low": low, "high": high, "p": change.judged.p_adjusted,
@@ -250,7 +243,6 @@ def _panel(trend: Trend, width: int, height: int) -> Any:
 
 
 def _levels(trend: Trend) -> list[dict[str, Any]]:
-    """The mean of the points between changes, as ends of lines."""
     edges = [0, *(change.place for change in trend.changes), len(trend.points)]
     rows = []
     for part, (begin, end) in enumerate(itertools.pairwise(edges)):

@@ -157,10 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """The page at /, nothing else."""
         host = self.headers.get("Host", "").rpartition(":")[0]
-        if self.path != "/" or host not in (
-            HOST,
-            "localhost",
-        ):  # another host: a page elsewhere that asks through a name
+        if self.path != "/" or host not in (HOST, "localhost"):  # a page elsewhere asks through another name
             self.send_error(404)
             return
         text, again = self.server.answer()

@@ -111,17 +111,12 @@ class SweepStore:
 
     def failed(self, cell: RunSpec, error: EbbenchError, seconds: float) -> None:
         """Store why a cell failed. Raises RunError if the disk is full."""
+        secrets = filter(None, [*header_values([cell]), api_key()])
         content = {
-            "key": result_key(cell),
-            "settings": _stored_settings(cell),
-            "error": self._redacted(cell, error),
-            "seconds": seconds,
-        }
+            "key": result_key(cell), "settings": _stored_settings(cell),
+            "error": redacted(str(error), written_forms(secrets)), "seconds": seconds,
+        }  # fmt: skip
         files.write_bytes(msgspec.json.encode(content), self._failed / f"{result_key(cell)}.json")
-
-    def _redacted(self, cell: RunSpec, error: EbbenchError) -> str:
-        key = api_key()
-        return redacted(str(error), written_forms([*header_values([cell]), *([key] if key else [])]))
 
     def succeeded(self, cell: RunSpec) -> None:
         """Remove the stored error of an earlier attempt."""
@@ -155,7 +150,6 @@ def _without(spec: bytes, values: Iterable[str]) -> bytes:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All strings in a decoded TOML file."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -186,15 +180,11 @@ def results_row(entry: Finished) -> dict[str, Any]:
     return (
         {"key": result_key(entry.cell), "seconds": entry.measured.seconds, "worker": entry.measured.worker}
         | {name: plain(value) for name, value in (settings | simulated).items()}
-        | {name: _real(figures.get(name)) for name in FIGURES}
+        | {name: None if (value := figures.get(name)) is None else float(value) for name in FIGURES}
         | {name: figures.get(name) for name in ("valid", "plan_hash", "git_commit")}
         | {name: "; ".join(map(shown_text, caveat)) for name, caveat in told.items()}
         | told_columns(told)
     )
-
-
-def _real(value: Any) -> float | None:
-    return None if value is None else float(value)
 
 
 @dataclass(frozen=True)

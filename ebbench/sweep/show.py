@@ -79,16 +79,9 @@ def findings(entries: Sequence[Finished], axes: Sequence[str], metric: str = MET
         for finding in _of_setting(tuple(zip(others, setting, strict=True)), policies, metric)
     ]
     baseline = baseline_policy(all_findings)
-    bests = {
-        finding_of_policy.setting: finding_of_policy.sensitivity.best
-        for finding_of_policy in all_findings
-        if finding_of_policy.policy == baseline
-    }
+    bests = {found.setting: found.sensitivity.best for found in all_findings if found.policy == baseline}
     return [
-        _with_gain(finding_of_policy, bests.get(finding_of_policy.setting))
-        if finding_of_policy.policy != baseline
-        else finding_of_policy
-        for finding_of_policy in all_findings
+        found if found.policy == baseline else _with_gain(found, bests.get(found.setting)) for found in all_findings
     ]
 
 
@@ -120,7 +113,8 @@ def _values_by_configuration(members: Sequence[Finished], metric: str) -> dict[C
     for entry in members:
         value = entry.measured.figures.get(metric)
         if entry.measured.valid and value is not None:
-            values.setdefault(_configuration(entry.cell), {})[entry.cell.plan.seed] = float(value)
+            limits = entry.cell.server.max_num_batched_tokens, entry.cell.server.max_num_seqs
+            values.setdefault(limits, {})[entry.cell.plan.seed] = float(value)
     return values
 
 
@@ -143,10 +137,6 @@ def baseline_policy(bests: Sequence[Finding]) -> str:
     """The policy that the others are compared with: v1, else the first one of the grid."""
     policies = [finding.policy for finding in bests]
     return policies[0] if policies and _BASELINE not in policies else _BASELINE
-
-
-def _configuration(cell: RunSpec) -> Configuration:
-    return cell.server.max_num_batched_tokens, cell.server.max_num_seqs
 
 
 def dry_run(sweep: Sweep, todo: Sequence[RunSpec]) -> RenderableType:
@@ -183,33 +173,19 @@ def console_report(result: Result, bests: Sequence[Finding], metric: str) -> Ren
         *_equal_lines(bests),
         Text(_legend(metric, bests), style="dim"),
     ]
-    if result.failed:
-        parts += [
-            Text(),
-            Text("Failed", style="bold red"),
-            *(Text(f"  {line}") for line in summary_lines(str(entry.error) for entry in result.failed)),
-        ]
-    if result.invalid:
-        parts += [Text(), Text("INVALID, left out above", style="bold red"), *_invalid_lines(result)]
+    failed = summary_lines(str(entry.error) for entry in result.failed)
+    for title, lines in (("Failed", failed), ("INVALID, left out above", _invalid_lines(result))):
+        if lines:
+            parts += [Text(), Text(title, style="bold red"), *(Text(f"  {line}") for line in lines)]
     parts += notes("Keep in mind", caveats(result))
-    finished = result.done - len(result.failed)
-    timing = (
-        f"{finished} cells in {result.elapsed_s:,.1f} s ({result.cells_per_s:.2f} cells/s)"
-        if finished
-        else "no new cell"
-    )
-    kept = f"{result.kept} from before{_kept_since(result)}"
-    parts += [Text(), Text(f"{timing}, {kept}; table: {result.results}")]
-    return Stack(*parts)
-
-
-def _kept_since(result: Result) -> str:
-    """When kept cells were stored, with the option that measures again where they took real time."""
-    if result.kept_since_unix_s is None:
-        return ""
-    when = datetime.fromtimestamp(result.kept_since_unix_s, UTC)
-    again = "; --fresh measures again" if any(cell.real_time for cell in result.sweep.cells) else ""
-    return f" (the oldest of {when:%Y-%m-%d %H:%M} UTC{again})"
+    finished, speed = result.done - len(result.failed), f"{result.elapsed_s:,.1f} s ({result.cells_per_s:.2f} cells/s)"
+    timing = f"{finished} cells in {speed}" if finished else "no new cell"
+    kept = f"{result.kept} from before"
+    if result.kept_since_unix_s is not None:
+        when = datetime.fromtimestamp(result.kept_since_unix_s, UTC)
+        again = "; --fresh measures again" if any(cell.real_time for cell in result.sweep.cells) else ""
+        kept += f" (the oldest of {when:%Y-%m-%d %H:%M} UTC{again})"
+    return Stack(*parts, Text(), Text(f"{timing}, {kept}; table: {result.results}"))
 
 
 def caveats(result: Result) -> list[str]:
@@ -224,14 +200,13 @@ def caveats(result: Result) -> list[str]:
 SHOWN_INVALID = 20
 
 
-def _invalid_lines(result: Result) -> list[Text]:
-    lines = [Text(f"  {where}: {why}") for where, why in named(result.invalid, result.sweep.axes)]
+def _invalid_lines(result: Result) -> list[str]:
+    lines = [f"{where}: {why}" for where, why in named(result.invalid, result.sweep.axes)]
     more = len(lines) - SHOWN_INVALID
-    return lines[:SHOWN_INVALID] + ([Text(f"  and {more} more, see `valid` in {result.results}")] if more > 0 else [])
+    return lines[:SHOWN_INVALID] + ([f"and {more} more, see `valid` in {result.results}"] if more > 0 else [])
 
 
 def _heading(sweep: Sweep) -> str:
-    """The sweep's name and the main settings that all its cells share."""
     first = settings_of(sweep.cells[0])
     names = [name for name in ("workload", "model", "device", "engine") if name not in sweep.axes and first[name]]
     shared = [str(first[name]) for name in names]
@@ -281,9 +256,8 @@ EQUAL = "equal"
 def _figures(finding: Finding) -> list[str]:
     s = finding.sensitivity
     all_equal = finding.equal and len(finding.equal) + 1 == s.cells
-    limits = [
-        EQUAL if all_equal else numbers.DASH if limit is None else str(limit) for limit in (s.best_budget, s.best_size)
-    ]
+    best = (numbers.DASH if limit is None else str(limit) for limit in (s.best_budget, s.best_size))
+    limits = [EQUAL] * 2 if all_equal else best
     ratio = numbers.DASH if s.range_ratio is None else f"{s.range_ratio:.2f}"
     return [
         *limits, numbers.rate(s.best), numbers.change(finding.gain) if finding.gain_shown else EQUAL,
@@ -310,13 +284,11 @@ SHOWN_EQUAL = 6
 
 def _legend(metric: str, bests: Sequence[Finding]) -> str:
     known = sorted({numbers.percent(finding.noise) for finding in bests if finding.noise is not None})
-    noise = (
-        f"equal: within the noise between seeds ({' to '.join(dict.fromkeys([known[0], known[-1]]))}; Tukey's test at "
-        "5 %); "
-        if known
-        else f"equal: within {numbers.percent(TIE)}, since the noise between runs is not known (it takes two repeats "
-        "or more, and no figure of 0); "
-    )
+    why = "since the noise between runs is not known (it takes two repeats or more, and no figure of 0)"
+    noise = f"equal: within {numbers.percent(TIE)}, {why}; "
+    if known:
+        ends = " to ".join(dict.fromkeys([known[0], known[-1]]))
+        noise = f"equal: within the noise between seeds ({ends}; Tukey's test at 5 %); "
     unknown = any(finding.sensitivity.best_budget is None for finding in bests)
     return (
         f"best: configuration with the highest {metric}, mean over seeds; {noise}CV, range, B-Sens and N-Sens over the "
@@ -363,11 +335,12 @@ def ranking_metric(grid: Sweep, asked: str | None) -> str:
     """The figure that ranks. Raises UnknownNameError, and UsageError for goodput without limits."""
     if asked is not None and asked not in METRICS:
         raise UnknownNameError("metric", asked, METRICS)
-    if asked == GOODPUT and not all(cell.goodput for cell in grid.cells):
+    deciding = deciding_metric(grid.cells)
+    if asked == GOODPUT != deciding:
         raise UsageError(
             '--metric request_goodput needs limits for all cells: goodput = "ttft:500 tpot:50" in [common]'
         )
-    return asked or deciding_metric(grid.cells)
+    return asked or deciding
 
 
 def dry_run_json(grid: Sweep, todo: Sequence[RunSpec]) -> dict[str, Any]:

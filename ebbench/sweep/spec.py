@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -107,7 +108,6 @@ def _check_file(path: Path, file: Any, lists: dict[str, list[Any]], common: dict
 
 
 def _policy(path: Path, name: str) -> str:
-    """The canonical name, so that two spellings of a policy give one cell."""
     kind = name.strip().partition(":")[0]
     try:
         return parse_policy(name).name
@@ -158,10 +158,7 @@ def _cells(
 ) -> tuple[RunSpec, ...]:
     """All combinations; the last axes vary fastest, so that cells of one plan are adjacent."""
     order = sorted(lists, key=lambda name: name not in _SLOW)
-    count = 1
-    for name in order:
-        count *= len(lists[name])
-    if count > MAX_CELLS:
+    if (count := math.prod(map(len, lists.values()))) > MAX_CELLS:
         raise InputFileError(path, f"the grid has {count:,} cells, more than {MAX_CELLS:,}; split it")
     grid = [
         common | dict(zip(order, values, strict=True)) for values in itertools.product(*(lists[name] for name in order))
@@ -213,20 +210,16 @@ def _problem(options: EngineOptions, policy: str) -> str:
 
 def _check_engines(cells: Sequence[RunSpec]) -> None:
     """Create every engine once, which raises UsageError for unsupported settings."""
-    for cell in {_of_engine(cell): cell for cell in cells}.values():
+    by_engine = {
+        repr((cell.engine, cell.model, cell.client, cell.cluster, cell.vllm_options, cell.plan.scenario,
+              cell.plan.max_model_len, cell.plan.drop_too_long)): cell
+        for cell in cells
+    }  # fmt: skip
+    for cell in by_engine.values():
         make_engine(cell)
     for cell in cells:
         if cell.ramp_up_s is not None and not cell.real_time and not cell.plan.request_rate:
             raise UsageError("ramp_up_s of a closed loop needs a server; leave it out, or give a request_rate")
-
-
-def _of_engine(cell: RunSpec) -> str:
-    """What :func:`make_engine` reads of a cell."""
-    plan = cell.plan
-    return repr((
-        cell.engine, cell.model, cell.client, cell.cluster, cell.vllm_options, plan.scenario, plan.max_model_len,
-        plan.drop_too_long,
-    ))  # fmt: skip
 
 
 def _check_names(cells: Sequence[RunSpec]) -> None:
@@ -236,9 +229,10 @@ def _check_names(cells: Sequence[RunSpec]) -> None:
     from ebbench.traffic.spec import load_scenario
     from ebbench.workloads.mixture import check_workload
 
-    for name in _values([cell.plan for cell in cells], "workload"):
+    plans, own = [cell.plan for cell in cells], [cell for cell in cells if not is_server(cell.engine)]
+    for name in _values(plans, "workload"):
         check_workload(name)
-    for name in _values([cell.plan for cell in cells], "scenario"):
+    for name in _values(plans, "scenario"):
         load_scenario(name)
     trace_notes(cells)
     for limits in _values(cells, "goodput"):
@@ -246,7 +240,6 @@ def _check_names(cells: Sequence[RunSpec]) -> None:
     for engine in _values(cells, "engine"):
         if engine not in ENGINES and not is_server(engine):
             raise UnknownNameError("engine", engine, ENGINES)
-    own = [cell for cell in cells if not is_server(cell.engine)]
     for device in _values(own, "device"):
         if device.startswith("linear:"):
             load_device(device, "given")

@@ -25,7 +25,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -113,7 +113,10 @@ def pack(folder: Path, vllm: str, python: str, model: Path, parcel_mib: int, wit
         raise BorrowedError("uv is not installed: pip install uv")
     if not (CHECKOUT / "pyproject.toml").exists():
         raise BorrowedError("parcels are packed from a checkout of ebbench; this is an installed copy")
-    with tempfile.TemporaryDirectory(dir=_empty(folder)) as temporary:
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise BorrowedError(f"{folder} is not empty; give another folder")
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
         tree = Path(temporary)
         site = tree / "site"
         excluded = tree / "excluded.txt"
@@ -124,7 +127,8 @@ def pack(folder: Path, vllm: str, python: str, model: Path, parcel_mib: int, wit
         if subprocess.run(list(map(str, words))).returncode:
             raise BorrowedError(f"{vllm} could not be installed for Python {python}; the reason is above")
         excluded.unlink()
-        _remove(site)
+        for path in [path for pattern in REMOVED for path in site.glob(pattern)]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         kept = Path("models") / model.resolve().parent.name / "config.json"
         (tree / kept).parent.mkdir(parents=True)
         shutil.copy(model, tree / kept)
@@ -138,21 +142,7 @@ def pack(folder: Path, vllm: str, python: str, model: Path, parcel_mib: int, wit
     return contents
 
 
-def _empty(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise BorrowedError(f"{folder} is not empty; give another folder")
-    return folder
-
-
-def _remove(site: Path) -> None:
-    for pattern in REMOVED:
-        for path in list(site.glob(pattern)):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
 def _torch(site: Path, vllm: str) -> str:
-    """The version of torch that the packed vLLM is built for."""
     name = vllm.partition("=")[0]
     (distribution,) = importlib.metadata.distributions(name=name, path=[str(site)])
     pinned = [line.split("==")[1] for line in distribution.requires or () if line.startswith("torch==")]
@@ -256,23 +246,6 @@ def take_over(contents: Contents, parcels: Path, store: Path) -> list[str]:
     return [name for name, digest in contents.pieces.items() if not (store / f"{name}-{digest[:12]}").exists()]
 
 
-class _Joined:
-    """The parcels, read as one file."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._data: Iterator[IO[bytes]] = (path.open("rb") for path in paths)
-        self._file: IO[bytes] | None = next(self._data)
-
-    def read(self, size: int) -> bytes:
-        """The next bytes, at most ``size``; none at the end of the last parcel."""
-        while self._file is not None:
-            if data := self._file.read(size):
-                return data
-            self._file.close()
-            self._file = next(self._data, None)
-        return b""
-
-
 def unpack(contents: Contents, store: Path, clock: Clock) -> None:
     """Unpack all parcels into the store, unless an earlier call did."""
     digest = hashlib.sha256("".join(contents.pieces.values()).encode()).hexdigest()
@@ -282,9 +255,12 @@ def unpack(contents: Contents, store: Path, clock: Clock) -> None:
     clock.say("unpacking")
     for name in ("site", "models"):
         shutil.rmtree(store / name, ignore_errors=True)
-    joined = _Joined([store / f"{name}-{piece[:12]}" for name, piece in contents.pieces.items()])
-    with tarfile.open(fileobj=cast("IO[bytes]", joined), mode="r|xz") as archive:
-        archive.extractall(store, filter="tar")
+    with tempfile.TemporaryFile(dir=store) as joined:
+        for name, piece in contents.pieces.items():
+            joined.write((store / f"{name}-{piece[:12]}").read_bytes())
+        joined.seek(0)
+        with tarfile.open(fileobj=joined, mode="r:xz") as archive:
+            archive.extractall(store, filter="tar")
     done.write_text(digest)
 
 
@@ -427,15 +403,13 @@ class TorchSteps:
         """Times (s) of ``repeats`` steps, after two that do not count."""
         step = self._step(point, attention)
         with self.torch.inference_mode():
-            return self._on_gpu(step) if self._device == "cuda" else self._on_cpu(step)
-
-    def _on_cpu(self, step: Callable[[], Any]) -> list[float]:
-        times_s = []
-        for _ in range(2 + self._grid.repeats):
-            begun = time.perf_counter()
-            step()
-            times_s.append(time.perf_counter() - begun)
-        return times_s[2:]
+            if self._device == "cuda":
+                return self._on_gpu(step)
+            moments = [time.perf_counter()]
+            for _ in range(2 + self._grid.repeats):
+                step()
+                moments.append(time.perf_counter())
+            return [ended - begun for begun, ended in pairwise(moments)][2:]
 
     def _on_gpu(self, step: Callable[[], Any]) -> list[float]:
         cuda = self.torch.cuda

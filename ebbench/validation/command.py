@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.text import Text
 
@@ -22,14 +22,9 @@ from ebbench.render.documents import Console, as_markdown, as_rich
 from ebbench.render.live import Work, shown
 from ebbench.render.numbers import finite
 from ebbench.validation.drive import Outcomes, validate
-from ebbench.validation.judge import METRICS, Error, GainPrediction, Judgement, MetricVerdict, judge
+from ebbench.validation.judge import METRICS, GainPrediction, Judgement, MetricVerdict, judge
 from ebbench.validation.machine import Call, describe_machine, write_manifest
 from ebbench.validation.question import StepTimes, TimeBudget, ValidationQuestion
-
-if TYPE_CHECKING:
-    from ebbench.analysis.documents import Document
-    from ebbench.render.documents import Console
-
 
 # The result of a validation as one JSON object, and as a document with tables.
 
@@ -48,10 +43,10 @@ def as_dict(
     ]
     return {
         "format": FORMAT,
-        "verdict": judged.verdict.word,
-        "sentence": judged.verdict.sentence,
-        "directions": {"right": judged.verdict.directions_right, "clear": judged.verdict.directions_clear},
-        "metrics": [finite(asdict(entry)) for entry in judged.verdict.metrics],
+        "verdict": judged.word,
+        "sentence": judged.sentence,
+        "directions": {"right": judged.directions_right, "clear": judged.directions_clear},
+        "metrics": [finite(asdict(entry)) for entry in judged.metrics],
         "errors": [finite(asdict(error)) for error in judged.errors],
         "gains": [finite(asdict(gain)) for gain in judged.gains],
         "runs": {
@@ -69,12 +64,9 @@ def as_dict(
 
 
 def as_document(
-    question: ValidationQuestion,
-    outcomes: Outcomes,
-    judged: Judgement,
-    machine: Mapping[str, Any],
+    question: ValidationQuestion, outcomes: Outcomes, judged: Judgement, machine: Mapping[str, Any],
     load_average: Sequence[float],
-) -> Document:
+) -> Document:  # fmt: skip
     """Tables of errors by metric and of gains, with notes. ``machine``: from :func:`.machine.describe_machine`.
     ``load_average``: samples taken during the measurement."""
     sections = [_errors(METRICS[metric], judged, metric) for metric in METRICS]
@@ -97,26 +89,19 @@ def as_document(
 
 
 def _errors(name: str, judged: Judgement, metric: str) -> Section | None:
-    rows = [_row(error) for error in judged.errors if error.metric == metric]
+    rows = [
+        (e.policy, e.load, e.predicted, e.measured, e.lowest, e.highest, e.error, plus_minus(e.uncertainty))
+        for e in judged.errors
+        if e.metric == metric
+    ]
     if not rows:
         return None
     unit = "output tokens/s" if metric == "output_throughput" else "ms, median over requests"
     columns = (
-        *labels("policy"),
-        Column("open"),
-        Column("predicted"),
-        Column("measured", ours=True),
-        Column("lowest"),
-        Column("highest"),
-        Column("error", "change"),
-        Column("noise", "label", right=True),
-    )
+        *labels("policy"), Column("open"), Column("predicted"), Column("measured", ours=True), Column("lowest"),
+        Column("highest"), Column("error", "change"), Column("noise", "label", right=True),
+    )  # fmt: skip
     return Section(f"{name} ({unit})", columns, tuple(rows))
-
-
-def _row(error: Error) -> tuple[str | float | int | None, ...]:
-    figures = (error.predicted, error.measured, error.lowest, error.highest, error.error)
-    return error.policy, error.load, *figures, plus_minus(error.uncertainty)
 
 
 def plus_minus(uncertainty: float) -> str:
@@ -128,13 +113,9 @@ def _gains(question: ValidationQuestion, gains: Sequence[GainPrediction]) -> Sec
     if not gains:
         return None
     columns = (
-        *labels("policy"),
-        Column("open"),
-        Column("predicted", "change"),
-        Column("measured", "change", ours=True),
-        Column("noise", "label", right=True),
-        Column("direction", "label"),
-    )
+        *labels("policy"), Column("open"), Column("predicted", "change"), Column("measured", "change", ours=True),
+        Column("noise", "label", right=True), Column("direction", "label"),
+    )  # fmt: skip
     words = {True: "right", False: "WRONG", None: "too close to tell"}
     rows = tuple(
         (gain.policy, gain.load, gain.predicted, gain.measured, plus_minus(gain.uncertainty), words[gain.right])
@@ -157,11 +138,13 @@ def notes(question: ValidationQuestion, outcomes: Outcomes, judged: Judgement) -
         "error: predicted over measured, mean over the rounds; noise: half its 95 % interval, from the differences "
         "between rounds of the same run; lowest, highest: of the measured runs",
     ]
-    lines += [_bias(of_metric) for of_metric in judged.verdict.metrics]
+    lines += [_bias(of_metric) for of_metric in judged.metrics]
     if question.real:
+        server = question.predicted_server
+        predicted = f"times an API server of class {server}" if server else "times neither (--api-server off)"
         lines.append(
             "asynchronous scheduling and prefix caching are off in prediction and measurement: steps are measured one "
-            f"at a time. {_outside_the_engine(question)}"
+            f"at a time. Measured times include the API server and the client, predicted {predicted}"
         )
     else:
         lines.append(
@@ -184,14 +167,6 @@ def _step_times(rounds: Sequence[StepTimes]) -> str:
         return line
     words = ["other batches fit" if ratio is None else f"{ratio:.2f}" for ratio in slowness]
     return f"{line}; steps of later rounds took {', '.join(words)} times as long as the first round's"
-
-
-def _outside_the_engine(question: ValidationQuestion) -> str:
-    """What measured and predicted times hold beside the engine's."""
-    predicted = question.predicted_server
-    if not predicted:
-        return "Measured times include the API server and the client, predicted times neither (--api-server off)"
-    return f"Measured times include the API server and the client, predicted times an API server of class {predicted}"
 
 
 def _bias(metric: MetricVerdict) -> str:
@@ -238,12 +213,12 @@ def run_validation(question: ValidationQuestion, folder: Path, max_time_s: float
         document = as_document(question, outcomes, judged, machine, load_average)
         content = as_dict(question, outcomes, judged, machine)
         files.write_bytes(json.dumps(content, indent=1, allow_nan=False).encode() + b"\n", folder / RESULT)
-        files.write_bytes(f"{as_markdown(document)}\n**{judged.verdict.sentence}.**\n".encode(), folder / TABLES)
+        files.write_bytes(f"{as_markdown(document)}\n**{judged.sentence}.**\n".encode(), folder / TABLES)
         if as_json:
             sys.stdout.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
         else:
             _show(Console(highlight=False), document, judged, folder)
-        return judged.verdict.word
+        return judged.word
 
 
 def announce(question: ValidationQuestion, folder: Path, max_time_s: float) -> list[str]:
@@ -270,34 +245,25 @@ def _open_folder(question: ValidationQuestion, folder: Path) -> None:
 
     Raises UsageError for any other folder, DataError for a damaged one.
     """
-    path = folder / QUESTION
-    if not path.exists():
-        if folder.exists() and any(folder.iterdir()):
-            raise UsageError(f"{folder} exists and is not a validation; give another --output")
-        folder.mkdir(parents=True, exist_ok=True)
-    else:
-        _check_same(question, path)
-    files.write_bytes(_as_json(question), path)
-
-
-def _as_json(question: ValidationQuestion) -> bytes:
-    return json.dumps(question.stored, indent=1, sort_keys=True).encode() + b"\n"
-
-
-def _check_same(question: ValidationQuestion, path: Path) -> None:
-    stored = files.read_stored_json(path)
-    try:
-        rounds = int(stored["rounds"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: damaged ({error}); give another --output") from None
-    if json.loads(_as_json(replace(question, rounds=rounds))) != stored:
-        raise UsageError(f"{path.parent} holds a validation with other options; give another --output")
-    if question.rounds < rounds:
-        raise UsageError(f"{path.parent} holds a validation of {rounds} rounds; --rounds {question.rounds} is fewer")
+    path, written = folder / QUESTION, json.dumps(question.stored, indent=1, sort_keys=True)
+    if path.exists():
+        stored = files.read_stored_json(path)
+        try:
+            rounds = int(stored["rounds"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}: damaged ({error}); give another --output") from None
+        if json.loads(written) | {"rounds": rounds} != stored:
+            raise UsageError(f"{folder} holds a validation with other options; give another --output")
+        if question.rounds < rounds:
+            raise UsageError(f"{folder} holds a validation of {rounds} rounds; --rounds {question.rounds} is fewer")
+    elif folder.exists() and any(folder.iterdir()):
+        raise UsageError(f"{folder} exists and is not a validation; give another --output")
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write_text(written + "\n", path)
 
 
 def _show(console: Console, document: Document, judged: Judgement, folder: Path) -> None:
     console.print(as_rich(document, console.width))
     console.print()
-    console.print(Text(f"{judged.verdict.sentence}.", style="bold"))
+    console.print(Text(f"{judged.sentence}.", style="bold"))
     console.say(f"stored in {folder}: {RESULT}, {TABLES}, manifest.json")

@@ -59,17 +59,12 @@ def steps_folder(folder: Path, number: int) -> Path:
     return folder / "steps" / f"round-{number + 1}"
 
 
-def is_measured(folder: Path) -> bool:
-    """Whether step times are stored under ``folder``."""
-    return (folder / RESULT).exists()
-
-
 def measure_step_times(question: ValidationQuestion, folder: Path) -> StepTimes:
     """Measure step times on this machine and store them under ``folder``, unless an earlier call stored them there.
 
     Raises UsageError for options that calibrate refuses, RunError if vLLM cannot be measured.
     """
-    if is_measured(folder):
+    if (folder / RESULT).exists():
         return stored_step_times(folder)
     folder.mkdir(parents=True, exist_ok=True)
     log, out = folder / "calibrate.log", folder / "calibrate.json"
@@ -91,15 +86,10 @@ def command(question: ValidationQuestion, folder: Path) -> list[str]:
     given = [word for name, values in sizes.items() for word in (name, ",".join(map(str, values)))]
     spec = question.spec
     device = ["--device", spec.device] if spec.device is not None else []
-    words = ["calibrate", "--engine", spec.engine, "--model", question.model, *device, *given]
-    words += ["--repeats", str(question.repeats), "--check", "0", "--output-dir", str(folder / "profile"), "--json"]
-    return [
-        sys.executable,
-        "-m",
-        "ebbench",
-        *words,
-        *(["--", *spec.vllm_options] if spec.vllm_options else []),
-    ]
+    words = [sys.executable, "-m", "ebbench", "calibrate", "--engine", spec.engine, "--model", question.model]
+    words += [*device, *given, "--repeats", str(question.repeats), "--check", "0"]
+    words += ["--output-dir", str(folder / "profile"), "--json"]
+    return words + (["--", *spec.vllm_options] if spec.vllm_options else [])
 
 
 def stored_step_times(folder: Path) -> StepTimes:
@@ -172,9 +162,7 @@ def validate(
     say(announcement(question, schedule, first, rounds.stored_runs()))
     stopped = rounds.measure()
     settings = [setting for number in range(len(rounds.steps)) for setting in _settings(question, number)]
-    observations = tuple(
-        observation for setting in settings if (observation := rounds.observation(setting)) is not None
-    )
+    observations = tuple(filter(None, map(rounds.observation, settings)))
     planned = schedule.rounds * len(question.policies) * len(question.loads)
     return Outcomes(tuple(rounds.steps), schedule, observations, planned, stopped)
 
@@ -196,9 +184,8 @@ def announcement(question: ValidationQuestion, schedule: MeasuringSchedule, step
 
 
 def _step_times(question: ValidationQuestion, folder: Path, number: int, say: Say) -> StepTimes:
-    """Step times of a round, counted from 0."""
     place = steps_folder(folder, number)
-    kept = is_measured(place)
+    kept = (place / RESULT).exists()
     steps = measure_step_times(question, place)
     if not kept:
         say(f"round {number + 1}, step times: {steps.steps} steps in {steps.seconds:.0f} s")
@@ -206,7 +193,6 @@ def _step_times(question: ValidationQuestion, folder: Path, number: int, say: Sa
 
 
 def _settings(question: ValidationQuestion, number: int) -> list[PlannedRun]:
-    """Runs of a round in the order of their measurement."""
     loads = range(len(question.loads))
     return [PlannedRun(policy, load_index, number) for policy in question.order(number) for load_index in loads]
 
@@ -254,8 +240,8 @@ class _Rounds:
         for _ in range(ATTEMPTS):
             for number in range(self.schedule.rounds):
                 if number == len(self.steps):
-                    measured = is_measured(steps_folder(self.folder, number))
-                    if not measured and self._too_late(self.steps[0].seconds + self.server_s):
+                    kept = (steps_folder(self.folder, number) / RESULT).exists()
+                    if not kept and self._too_late(self.steps[0].seconds + self.server_s):
                         return self._stopped
                     self._now(f"step times of round {number + 1}")
                     self.predict(_step_times(self.question, self.folder, number, self.say))
@@ -297,8 +283,17 @@ class _Rounds:
         if self._too_late(self.server_s):
             return False
         self._now(f"round {number + 1}, {policy}")
+
+        def tell(cell: RunSpec, run: Measured) -> None:
+            load, rate = cell.plan.max_concurrency, run.get("output_throughput")
+            figures = "no request completed" if rate is None else f"{rate:,.0f} output tokens/s"
+            reasons = "; ".join(map(shown_text, run.figures.get("reasons", ())))
+            invalid = "" if run.valid else f"; INVALID: {reasons}"
+            where = f"round {number + 1}, {cell.policy} at {load} open"
+            self.say(f"{where}: {figures} in {run.seconds:.0f} s{invalid}")
+
         began = time.monotonic()
-        _measure_policy(self.question, missing, self.measured, partial(_tell, self.say, f"round {number + 1}"))
+        _measure_policy(self.question, missing, self.measured, tell)
         if len(missing) == len(runs):
             # Expected was the start that step times took, the first on this machine: vLLM compiles only then.
             self.servers_s.append(time.monotonic() - began)
@@ -323,18 +318,8 @@ def _measure_policy(
         return
     with ExitStack() as stack:
         with starting_as_measured(question):
-            start = engine.started(parse_policy(first.policy), device_of(first), first.server, _no_progress)
+            told = parse_policy(first.policy), device_of(first), first.server
+            start = engine.started(*told, lambda _log: lambda _waited_s: None)
             server = stack.enter_context(start)
         move_beside_the_client([process.group for process in server.processes], server_processors(question))
         run_cells(cells, store, InProcess(), whole=True, stored=stored, job=partial(make, engine=server))
-
-
-def _no_progress(_log: Path) -> Callable[[float], None]:
-    return lambda _waited_s: None
-
-
-def _tell(say: Say, where: str, cell: RunSpec, measured: Measured) -> None:
-    load, rate = cell.plan.max_concurrency, measured.get("output_throughput")
-    figures = "no request completed" if rate is None else f"{rate:,.0f} output tokens/s"
-    invalid = "" if measured.valid else f"; INVALID: {'; '.join(map(shown_text, measured.figures.get('reasons', ())))}"
-    say(f"{where}, {cell.policy} at {load} open: {figures} in {measured.seconds:.0f} s{invalid}")

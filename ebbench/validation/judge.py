@@ -12,7 +12,7 @@ exceeded if they do not keep it with the uncertainty subtracted, else undecided.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from statistics import mean, median, stdev
 from typing import Literal
@@ -104,9 +104,14 @@ class MetricVerdict:
 
 
 @dataclass(frozen=True)
-class ValidationVerdict:
-    """``word``: what simulated results can be used for on this machine; ``sentence``: the same with its reasons."""
+class Judgement:
+    """All comparisons, and the verdict.
 
+    ``word``: what simulated results can be used for on this machine; ``sentence``: the same with its reasons.
+    """
+
+    errors: tuple[Error, ...]
+    gains: tuple[GainPrediction, ...]
     word: Word
     sentence: str
     metrics: tuple[MetricVerdict, ...]
@@ -114,21 +119,26 @@ class ValidationVerdict:
     directions_clear: int
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """All comparisons, and the verdict."""
-
-    errors: tuple[Error, ...]
-    gains: tuple[GainPrediction, ...]
-    verdict: ValidationVerdict
-
-
 def judge(observations: Sequence[Observation], baseline: str) -> Judgement:
     """Compare valid runs; ``baseline`` is the policy whose throughput gains are relative to."""
     sound = [observation for observation in observations if observation.valid]
     errors = tuple(error for metric in METRICS for error in _errors(sound, metric))
     gains = tuple(_gains(sound, baseline))
-    return Judgement(errors, gains, _verdict(errors, gains))
+    by_metric = ((metric, [error for error in errors if error.metric == metric]) for metric in METRICS)
+    metrics = tuple(_metric_verdict(metric, of_metric) for metric, of_metric in by_metric if of_metric)
+    clear = [gain for gain in gains if gain.right is not None]
+    right = sum(bool(gain.right) for gain in clear)
+    word, reason = _word(errors, metrics, right, len(clear))
+    figures = "; ".join(
+        f"{METRICS[of.metric]} {100 * of.median_error:.1f} % off in the median, {100 * of.worst_error:.1f} % at worst"
+        for of in metrics
+    )
+    directions = f"direction of the gain right in {right} of {len(clear)} clear cases"
+    if not clear:
+        known = any(math.isfinite(gain.uncertainty) for gain in gains)
+        directions = "no gain was large enough to have a direction" if known else "no gain was measured twice"
+    sentence = "; ".join(part for part in (_MEANING[word] + reason, figures, directions) if part)
+    return Judgement(errors, gains, word, sentence, metrics, right, len(clear))
 
 
 def _errors(observations: Sequence[Observation], metric: str) -> list[Error]:
@@ -156,16 +166,13 @@ def noise_between_rounds(groups: Sequence[Sequence[float]]) -> tuple[float, list
     deviation 1 (Wilson and Hilferty's approximation). Infinite if no group has two values.
     """
     own = [stdev(values) if len(values) > 1 else 0.0 for values in groups]
-    scaled = [
-        value / (1.0 - 2.0 / (9.0 * (len(values) - 1))) ** 1.5
-        for value, values in zip(own, groups, strict=True)
-        if len(values) > 1
-    ]
+    repeated = [(value, len(values) - 1) for value, values in zip(own, groups, strict=True) if len(values) > 1]
+    scaled = [value / (1.0 - 2.0 / (9.0 * degrees)) ** 1.5 for value, degrees in repeated]
     typical = median(scaled) if scaled else math.inf
     return typical, [max(value, typical) for value in own]
 
 
-def freedom(groups: Sequence[Sequence[float]]) -> int:
+def freedom(groups: Sequence[Sized]) -> int:
     """Degrees of freedom of the noise within groups: the number of values less the number of groups."""
     return sum(len(values) - 1 for values in groups)
 
@@ -177,7 +184,7 @@ def error_freedom(groups: Sequence[Mapping[int, float]]) -> float:
     those of their sum are Satterthwaite's. Three rounds of eight settings have 16 without a common part, 2 if all is
     common.
     """
-    apart = freedom([list(values.values()) for values in groups])
+    apart = freedom(groups)
     offsets: dict[int, list[float]] = {}
     for values in groups:
         for number, value in values.items():
@@ -201,25 +208,17 @@ def interval_factor(degrees: float, together: int = 1) -> float:
 
 
 def _gains(observations: Sequence[Observation], baseline: str) -> Iterable[GainPrediction]:
-    base = {
-        (observation.load, observation.round): observation
-        for observation in observations
-        if observation.policy == baseline
-    }
+    base = {(observed.load, observed.round): observed for observed in observations if observed.policy == baseline}
     logs: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for observation in observations:
         against = base.get((observation.load, observation.round))
         if observation.policy == baseline or against is None:
             continue
-        values = [
-            side.get(THROUGHPUT)
-            for side in (observation.predicted, against.predicted, observation.measured, against.measured)
-        ]
-        if all(values):
-            ours, theirs, measured, measured_base = (float(value) for value in values if value)
-            logs.setdefault((observation.policy, observation.load), []).append(
-                (math.log(ours / theirs), math.log(measured / measured_base))
-            )
+        sides = (observation.predicted, against.predicted, observation.measured, against.measured)
+        known = [value for side in sides if (value := side.get(THROUGHPUT))]
+        if len(known) == len(sides):
+            pair = math.log(known[0] / known[1]), math.log(known[2] / known[3])
+            logs.setdefault((observation.policy, observation.load), []).append(pair)
     measured_gains = [[measured for _, measured in pairs] for pairs in logs.values()]
     _, sigmas = noise_between_rounds(measured_gains)
     t = interval_factor(freedom(measured_gains), len(measured_gains))
@@ -232,28 +231,6 @@ def _gains(observations: Sequence[Observation], baseline: str) -> Iterable[GainP
         yield GainPrediction(policy, load, math.expm1(predicted_gain), math.expm1(measured_gain), uncertainty, right)
 
 
-def _verdict(errors: Sequence[Error], gains: Sequence[GainPrediction]) -> ValidationVerdict:
-    metrics = tuple(
-        _metric_verdict(metric, [error for error in errors if error.metric == metric])
-        for metric in METRICS
-        if any(error.metric == metric for error in errors)
-    )
-    clear = [gain for gain in gains if gain.right is not None]
-    right = sum(bool(gain.right) for gain in clear)
-    word, reason = _word(errors, metrics, right, len(clear))
-    figures = "; ".join(
-        f"{METRICS[metric_verdict.metric]} {100 * metric_verdict.median_error:.1f} % off in the median, "
-        f"{100 * metric_verdict.worst_error:.1f} % at worst"
-        for metric_verdict in metrics
-    )
-    directions = f"direction of the gain right in {right} of {len(clear)} clear cases"
-    if not clear:
-        known = any(math.isfinite(gain.uncertainty) for gain in gains)
-        directions = "no gain was large enough to have a direction" if known else "no gain was measured twice"
-    sentence = "; ".join(part for part in (_MEANING[word] + reason, figures, directions) if part)
-    return ValidationVerdict(word, sentence, metrics, right, len(clear))
-
-
 _MEANING: Mapping[Word, str] = {
     "figures": "Simulated figures can be used as they are",
     "choices": "Simulated choices between policies can be used, absolute figures cannot",
@@ -263,29 +240,17 @@ _MEANING: Mapping[Word, str] = {
 
 
 def _metric_verdict(metric: str, errors: Sequence[Error]) -> MetricVerdict:
-    sizes = [abs(error.error) for error in errors]
-    return MetricVerdict(
-        metric,
-        median(sizes),
-        max(sizes),
-        float(np.median([error.error for error in errors])),
-        errors[0].typical_noise,
-        _keeps(errors, FIGURE_LIMITS[metric]),
-    )
+    signed = [error.error for error in errors]
+    sizes, kept = list(map(abs, signed)), _keeps(errors, FIGURE_LIMITS[metric])
+    return MetricVerdict(metric, median(sizes), max(sizes), float(np.median(signed)), errors[0].typical_noise, kept)
 
 
 def _keeps(errors: Sequence[Error], limit: float) -> bool | None:
     """Whether three of four settings keep the limit; None if noise leaves it undecided."""
-    if _upper_quartile(abs(error.error) + error.uncertainty for error in errors) <= limit:
+    place = math.ceil(0.75 * len(errors)) - 1  # of the smallest value that at least three of four do not exceed
+    if sorted(abs(error.error) + error.uncertainty for error in errors)[place] <= limit:
         return True
-    least = _upper_quartile(max(0.0, abs(error.error) - error.uncertainty) for error in errors)
-    return False if least > limit else None
-
-
-def _upper_quartile(values: Iterable[float]) -> float:
-    """The smallest of the values that at least three of four do not exceed."""
-    ordered = sorted(values)
-    return ordered[math.ceil(0.75 * len(ordered)) - 1]
+    return False if sorted(abs(error.error) - error.uncertainty for error in errors)[place] > limit else None
 
 
 def _word(errors: Sequence[Error], metrics: Sequence[MetricVerdict], right: int, clear: int) -> tuple[Word, str]:
@@ -302,13 +267,10 @@ def _word(errors: Sequence[Error], metrics: Sequence[MetricVerdict], right: int,
     kept = [metric_verdict.within_limit for metric_verdict in metrics]
     if all(kept):
         return "figures", f", though {wrong} of {clear} directions of gains were wrong" if wrong else ""
-    beyond = ", ".join(
-        METRICS[metric_verdict.metric] for metric_verdict in metrics if metric_verdict.within_limit is False
-    )
-    if beyond and coarse and clear:
-        return "choices", f": {beyond} beyond the limit"
+    beyond = ", ".join(METRICS[of.metric] for of in metrics if of.within_limit is False)
     if beyond and coarse:
-        return "undecided", f": {beyond} beyond the limit, and no gain was clear enough to test a direction"
+        untested = "" if clear else ", and no gain was clear enough to test a direction"
+        return "choices" if clear else "undecided", f": {beyond} beyond the limit{untested}"
     noise = max(metric_verdict.noise for metric_verdict in metrics)
     return "undecided", (
         f": rounds of the same run differ by up to {100 * noise:.0f} % (standard deviation), too much to decide; "

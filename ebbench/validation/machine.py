@@ -107,16 +107,9 @@ class Call:
 
     def to_dict(self) -> dict[str, Any]:
         """The call as a JSON object, times in UTC."""
-        return {
-            "arguments": self.arguments,
-            "began": _readable(self.began_unix_ns),
-            "ended": _readable(self.ended_unix_ns),
-            "load_average": self.load_average,
-        }
-
-
-def _readable(unix_ns: int) -> str:
-    return datetime.fromtimestamp(unix_ns / 1e9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        moments = (datetime.fromtimestamp(ns / 1e9, UTC) for ns in (self.began_unix_ns, self.ended_unix_ns))
+        began, ended = (f"{moment:%Y-%m-%dT%H:%M:%SZ}" for moment in moments)
+        return {"arguments": self.arguments, "began": began, "ended": ended, "load_average": self.load_average}
 
 
 def describe_machine(question: ValidationQuestion) -> dict[str, Any]:

@@ -240,31 +240,19 @@ def find_schedule(
     """The schedule of an earlier call, with more rounds if the question has more now; else one that fits the remaining
     time. ``steps``: of the first round."""
     path = folder / SCHEDULE
-    schedule = _stored(path)
-    if schedule is not None:
-        longer = schedule.with_rounds(question.rounds)
-        if longer != schedule:
-            _store(longer, path)
-        return longer
-    rates = [_pilot_rate(question, steps, index) for index in range(len(question.loads))]
-    real = question.real  # runs in virtual time need no limit
-    left_s, steps_s = (budget.left_s, steps.seconds) if real else (math.inf, 0.0)
-    schedule = fitted_schedule(question, rates, server_start_s(question, steps), left_s, steps_s)
-    _store(schedule, path)
-    return schedule
-
-
-def _stored(path: Path) -> MeasuringSchedule | None:
-    if not path.exists():
-        return None
-    try:
-        return msgspec.convert(files.read_stored_json(path), MeasuringSchedule)
-    except msgspec.ValidationError as error:
-        raise DataError(f"{path}: damaged ({error}); delete it to begin anew") from None
-
-
-def _store(schedule: MeasuringSchedule, path: Path) -> None:
+    if path.exists():
+        try:
+            schedule = msgspec.convert(files.read_stored_json(path), MeasuringSchedule)
+        except msgspec.ValidationError as error:
+            raise DataError(f"{path}: damaged ({error}); delete it to begin anew") from None
+        schedule = schedule.with_rounds(question.rounds)
+    else:
+        rates = [_pilot_rate(question, steps, index) for index in range(len(question.loads))]
+        real = question.real  # runs in virtual time need no limit
+        left_s, steps_s = (budget.left_s, steps.seconds) if real else (math.inf, 0.0)
+        schedule = fitted_schedule(question, rates, server_start_s(question, steps), left_s, steps_s)
     files.write_bytes(msgspec.json.format(msgspec.json.encode(schedule), indent=1) + b"\n", path)
+    return schedule
 
 
 def _pilot_rate(question: ValidationQuestion, steps: StepTimes, load_index: int) -> float:
@@ -343,11 +331,5 @@ def validation_question(given: Mapping[str, Any]) -> ValidationQuestion:
         labels=Labels(**{name: settings[name] for name in OF_LABELS if name in settings}),
         vllm_options=(*needed, *vllm_options),
     )  # fmt: skip
-    return ValidationQuestion(
-        spec,
-        grid,
-        loads=asked.loads or (max(grid.seqs[-1] // 8, 1), max(grid.seqs[-1] // 2, 2)),
-        policies=policies,
-        rounds=asked.rounds,
-        longest_run_s=asked.run_time,
-    )
+    loads = asked.loads or (max(grid.seqs[-1] // 8, 1), max(grid.seqs[-1] // 2, 2))
+    return ValidationQuestion(spec, grid, loads, policies, asked.rounds, asked.run_time)

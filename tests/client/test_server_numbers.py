@@ -7,6 +7,10 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from ebbench.client.dialects import LARGEST_COUNT, finite_number, token_counts, whole_number
 from ebbench.client.server_queries import parse, reported_settings
@@ -93,6 +97,29 @@ def test_an_odd_length_of_the_model_is_no_limit(length: Any) -> None:
 def test_samples_without_a_value_are_left_out() -> None:
     page = 'a{q="1"} NaN\nb +Inf\nc -Inf\nd 1e400\ne 3\n'
     assert [name for name, _ in parse(page)] == ["e"]
+
+
+@given(
+    st.dictionaries(
+        st.from_regex(r"[a-z_:][a-z0-9_:]*", fullmatch=True),
+        st.tuples(st.text(st.characters(exclude_categories=["Cs"])), st.floats(allow_nan=False)),
+        max_size=4,
+    )
+)
+def test_pages_are_read_as_by_the_library_of_servers(figures: dict[str, tuple[str, float]]) -> None:
+    registry = CollectorRegistry()
+    for name, (label, value) in figures.items():
+        Gauge(name, "what it is\nin lines", ["one", "other"], registry=registry).labels(label, "x").set(value)
+    page = generate_latest(registry).decode()
+    read = {
+        (sample.name, json.dumps(sample.labels, ensure_ascii=False, separators=(",", ":"))): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if math.isfinite(sample.value) and not sample.name.endswith("_created")
+    }
+    ours = {(name, json.dumps(json.loads(labels), ensure_ascii=False, separators=(",", ":"))): value
+            for (name, labels), value in parse(page).items()}  # fmt: skip
+    assert ours == read
 
 
 @pytest.mark.parametrize("page", ["a{", "{}", 'a{b="c} 1', "# TYPE a\na 1", "\0", "a 1 2 3 4", 'a{b="c"} x', "=" * 500])

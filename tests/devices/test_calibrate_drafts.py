@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ebbench.calibration.command import SteppedRuns, lines, write_profile
+from ebbench.calibration.command import SteppedRuns, check_plan, lines, write_profile
 from ebbench.calibration.measure import MeasuredCosts, ProbeGrid, cost_grid, fit
 from ebbench.calibration.rounds import SteppedVllm, measure_steps
 from ebbench.devices.base import StepShape
@@ -154,7 +154,7 @@ def test_steps_that_were_not_measured_are_refused(tmp_path: Path) -> None:
 
 def test_the_check_runs_with_drafts_and_is_predicted_with_them() -> None:
     vllm = stepped()
-    runs = SteppedRuns.beside(GRID, vllm, 24)
+    runs = SteppedRuns(vllm, check_plan(GRID, 24), every=GRID.probes)
     probed = measure_steps(vllm, GRID, runs.pause)
     measured = fit(cost_grid(GRID, probed.seconds), "made up", GRID.points, drafts=DRAFTS)
     check = runs.check(unknown_device("made-up", "qwen3-8b"), measured, GRID)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebbench.calibration.command import SteppedRuns, write_profile
+from ebbench.calibration.command import SteppedRuns, check_plan, write_profile
 from ebbench.calibration.measure import ProbeGrid, cost_grid, fit
 from ebbench.calibration.rounds import SteppedVllm, measure_steps, summarise, without_stalls
 from ebbench.devices.base import StepShape
@@ -106,7 +106,7 @@ def test_a_slow_machine_slows_all_points_alike_and_is_said() -> None:
 
 def test_a_calibrated_profile_predicts_runs_between_its_measured_points(tmp_path: Path) -> None:
     vllm, _ = stepped()
-    runs = SteppedRuns.beside(GRID, vllm, 24)
+    runs = SteppedRuns(vllm, check_plan(GRID, 24), every=GRID.probes)
     probed = measure_steps(vllm, GRID, runs.pause)
     assert len(runs.seconds) == GRID.repeats
     measured = replace(fit(cost_grid(GRID, probed.seconds), "made up", GRID.points), request_s=probed.request_s)

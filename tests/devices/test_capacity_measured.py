@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from ebbench.papers.fidelity import cases_capacity
-from ebbench.papers.fidelity.case import reference_rows
 from ebbench.papers.fidelity.cases_capacity import CAPACITY, LENGTHS, capacity, rate_figures, served
+from ebbench.papers.published import rows
 from tests.devices.fidelity_report import reported
 
-ROWS = {row["gpu"]: row for row in reference_rows(CAPACITY)}
+ROWS = {row["gpu"]: row for row in rows(CAPACITY)}
 FIGURES = ("requests_per_s", "output_tokens_per_s")
 
 
 def test_the_lengths_have_the_percentiles_that_the_source_states() -> None:
     prompts, answers = (
-        np.array([int(row[name]) for row in reference_rows(LENGTHS)]) for name in ("prompt_tokens", "output_tokens")
+        np.array([int(row[name]) for row in rows(LENGTHS)]) for name in ("prompt_tokens", "output_tokens")
     )
     assert len(prompts) == 160
     assert [float(np.percentile(prompts, p)) for p in (50, 90)] == [3500.0, 10_000.0]
@@ -30,7 +30,7 @@ def test_the_lengths_have_the_percentiles_that_the_source_states() -> None:
 
 def test_the_two_published_capacities_differ_by_a_tail_only() -> None:
     """Requests/s have the lightest rate's tail taken off the duration, tokens/s have not."""
-    answers = [int(row["output_tokens"]) for row in reference_rows(LENGTHS)]
+    answers = [int(row["output_tokens"]) for row in rows(LENGTHS)]
     mean = sum(answers[i % 160] for i in range(512)) / 512
     tails = {}
     for gpu, row in ROWS.items():

@@ -15,7 +15,7 @@ from ebbench.cli.main import app
 from ebbench.config.topology import parse_topology
 from ebbench.devices.costs import published_calibration
 from ebbench.devices.profiles import find_model, find_profile, list_devices, list_models
-from ebbench.papers.fidelity.case import DEVICES, FIT_ROWS, Case, reference_rows
+from ebbench.papers.fidelity.case import DEVICES, FIT_ROWS, Case
 from ebbench.papers.fidelity.cases import REPETITION_GROUP, WITHOUT, all_cases, real_workloads, table3
 from ebbench.papers.fidelity.cases_servers import table17
 from ebbench.papers.fidelity.report import all_scores, write_report
@@ -28,7 +28,7 @@ from ebbench.papers.fidelity.runs import (
     run_cases,
 )
 from ebbench.papers.fidelity.scores import REPLAY_TARGETS, PublishedFigure, comparisons, replay_scores, scores
-from ebbench.papers.published import MODELS, best_sizes
+from ebbench.papers.published import MODELS, best_sizes, rows
 from ebbench.runs.prepare import plan_of
 from ebbench.spec.run import RunSpec
 from vllm_eb.calibration import MixedCost
@@ -222,7 +222,7 @@ def test_gemma_answers_to_numinamath_were_shorter_than_the_scripts_say() -> None
     """Rate x TPOT x tokens per answer is the number of sequences decoding, which N bounds; read-offs err by 12 %."""
     latency = {
         (r["gpu"], r["model"], r["workload"], r["method"]): float(r["tpot_ms"]) / 1e3
-        for r in reference_rows("eb_vllm/figure5_latency.csv")
+        for r in rows("eb_vllm/figure5_latency")
     }
 
     def longest(gpu: str, model: str, rate: float, scheduler: str, method: str) -> float:
@@ -232,20 +232,16 @@ def test_gemma_answers_to_numinamath_were_shorter_than_the_scripts_say() -> None
         )
         return 1.12 * sizes[0] / (rate * latency[*key, method])
 
-    rows = {
-        row["gpu"]: row
-        for row in reference_rows("paper_tables/table17_gemma_rps.csv")
-        if row["workload"] == "numinamath"
-    }
+    chosen = {row["gpu"]: row for row in rows("paper_tables/table17_gemma_rps") if row["workload"] == "numinamath"}
     methods = {"v0": "v0", "v1": "v1", "eb": "Ours"}
     gemma = [
         longest(gpu, "Gemma-3-1B-IT", float(row[scheduler]), scheduler, method)
-        for gpu, row in rows.items()
+        for gpu, row in chosen.items()
         for scheduler, method in methods.items()
     ]
     qwen = [
         longest(row["gpu"], row["model"], float(row[f"{scheduler}_rps"]), scheduler, method)
-        for row in reference_rows("paper_tables/table2_throughput_rps.csv")
+        for row in rows("paper_tables/table2_throughput_rps")
         if row["workload"] == "NuminaMath"
         for scheduler, method in methods.items()
     ]

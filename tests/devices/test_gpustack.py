@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ebbench.cli.main import app
 from ebbench.errors import EbbenchError
-from ebbench.papers.fidelity.case import Case, reference_rows
+from ebbench.papers.fidelity.case import Case
 from ebbench.papers.fidelity.cases import WITHOUT, engine_alone
 from ebbench.papers.fidelity.cases_servers import (
     GPUSTACK,
@@ -22,8 +22,9 @@ from ebbench.papers.fidelity.cases_servers import (
 from ebbench.papers.fidelity.report import read_cells, write_report
 from ebbench.papers.fidelity.runs import case_runs, run_cases
 from ebbench.papers.fidelity.scores import PublishedFigure
+from ebbench.papers.published import rows
 
-ROWS = reference_rows(GPUSTACK)
+ROWS = rows(GPUSTACK)
 LONG = ("random-2", "random-4", "random-32")
 """Begins the workloads of prompts from 2,000 tokens on."""
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebbench.papers.fidelity.case import reference_rows
 from ebbench.papers.fidelity.cases_iog import (
     ARRIVALS_NOTE,
     IOG,
@@ -20,9 +19,10 @@ from ebbench.papers.fidelity.cases_iog import (
     session_plan,
     sessions,
 )
+from ebbench.papers.published import rows
 from tests.devices.fidelity_report import reported
 
-ROWS = reference_rows(IOG)
+ROWS = rows(IOG)
 
 
 def server(model: str, gpus: int = 1) -> list[Row]:

@@ -13,9 +13,9 @@ from ebbench.devices.capacity import reserve_bytes, weight_bytes_per_gpu
 from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import find_model, find_profile
 from ebbench.errors import UsageError
-from ebbench.papers.fidelity.case import reference_rows
 from ebbench.papers.fidelity.cases_kv import MODELS, kv_cells, kv_gib
 from ebbench.papers.fidelity.cases_kv import STARTS as TABLE
+from ebbench.papers.published import rows
 
 MODEL = find_model("qwen3-8b")
 
@@ -62,8 +62,8 @@ def test_what_is_not_divided_is_on_every_gpu() -> None:
 
 def test_the_version_tells_starts_apart() -> None:
     """The same GPU and model under two versions (notes of one laboratory each)."""
-    rows = {row["vllm"]: row for row in reference_rows(TABLE) if row["model"] == "qwen3-14b"}
-    assert kv_gib(rows["0.28.0"]) > kv_gib(rows["0.29.0"])
+    starts = {row["vllm"]: row for row in rows(TABLE) if row["model"] == "qwen3-14b"}
+    assert kv_gib(starts["0.28.0"]) > kv_gib(starts["0.29.0"])
     assert kv("0.32", model="qwen3-32b") > 2 * kv("0.12", model="qwen3-32b")
     assert kv("0.10") > kv("0.12"), "FlashInfer's sampler needs less than one that sorts"
 

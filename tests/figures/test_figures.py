@@ -238,7 +238,7 @@ def test_the_bars_of_figure_6_stand_beside_print(tmp_path: Path) -> None:
     assert len({(row["x"], row["series"], row["value"]) for row in rows}) == 36
     rates = {
         (row["model"], row["method"]): (float(row["rps"]), float(row["tpot_ms"]))
-        for row in published.rows("figure6_models", "eb_vllm")
+        for row in published.rows("eb_vllm/figure6_models")
     }
     gains = [rates[model, "Ours"][0] / rates[model, "v1"][0] - 1 for model in MODELS6]
     assert (min(gains), max(gains)) == pytest.approx((0.08, 0.17), abs=0.006)

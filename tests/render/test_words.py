@@ -209,7 +209,7 @@ def test_a_crossover_never_evaluated_is_explained(stored: str, shown: str) -> No
 
 
 def test_the_sentence_on_the_interval_says_where_no_prompt_was_held_back() -> None:
-    steps = StepFacts(3, {}, 0.0, (), 0)
+    steps = StepFacts(3, {}, 0.0, ())
     assert (
         "Interval: no prompt was held back, so this is v1."
         in sentences.why(Explanation("cadence:every=8", steps, None))[-1]

@@ -67,38 +67,38 @@ def judged(made: list[Observation]) -> Judgement:
 
 def test_right_predictions_on_a_quiet_machine_give_figures() -> None:
     found = judged(observations(factor=1.02, noise=0.005))
-    assert found.verdict.word == "figures"
-    assert (found.verdict.directions_right, found.verdict.directions_clear) == (2, 2)
+    assert found.word == "figures"
+    assert (found.directions_right, found.directions_clear) == (2, 2)
 
 
 def test_figures_off_with_the_right_directions_give_choices() -> None:
     found = judged(observations(factor=1.15, noise=0.005))
-    assert found.verdict.word == "choices"
-    assert {one.metric for one in found.verdict.metrics if one.within_limit is False} >= {THROUGHPUT, TPOT}
+    assert found.word == "choices"
+    assert {one.metric for one in found.metrics if one.within_limit is False} >= {THROUGHPUT, TPOT}
 
 
 @pytest.mark.parametrize(("factor", "gain"), [(1.5, TRUE_GAIN), (1.0, 0.9)], ids=["far off", "wrong direction"])
 def test_far_off_or_wrong_directions_give_neither(factor: float, gain: float) -> None:
-    assert judged(observations(noise=0.005, factor=factor, gain=gain)).verdict.word == "neither"
+    assert judged(observations(noise=0.005, factor=factor, gain=gain)).word == "neither"
 
 
 def test_noise_leaves_undecided_what_it_hides() -> None:
-    assert judged(observations(factor=1.02, noise=0.2, seed=3)).verdict.word == "undecided"
+    assert judged(observations(factor=1.02, noise=0.2, seed=3)).word == "undecided"
 
 
 def test_an_error_far_above_the_noise_is_decided_all_the_same() -> None:
-    assert judged(observations(factor=2.5, noise=0.1)).verdict.word == "neither"
+    assert judged(observations(factor=2.5, noise=0.1)).word == "neither"
 
 
 def test_one_round_gives_no_estimate_of_the_noise() -> None:
     found = judged(observations(rounds=1))
-    assert found.verdict.word == "undecided"
+    assert found.word == "undecided"
     assert all(math.isinf(error.uncertainty) for error in found.errors)
     assert all(gain.right is None for gain in found.gains)
 
 
 def test_nothing_measured_is_undecided() -> None:
-    assert judged([]).verdict.word == "undecided"
+    assert judged([]).word == "undecided"
 
 
 def test_invalid_runs_count_for_nothing() -> None:
@@ -173,7 +173,7 @@ def test_one_erratic_setting_does_not_hide_the_others() -> None:
         for one in made
     ]
     found = judged(shaken)
-    assert found.verdict.word == "figures"
+    assert found.word == "figures"
     assert max(error.uncertainty for error in found.errors if error.metric == TTFT) > 0.5
 
 
@@ -206,13 +206,13 @@ def test_the_unit_and_the_order_do_not_matter(seed: int, factor: float, noise: f
         )
         for one in reversed(made)
     ]
-    assert judged(scaled).verdict.word == judged(made).verdict.word
+    assert judged(scaled).word == judged(made).word
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(0.01, 0.2))
 def test_a_verdict_of_figures_means_most_settings_keep_their_limits(seed: int, noise: float) -> None:
     found = judged(observations(factor=1.0 + noise / 2, noise=noise, seed=seed))
-    if found.verdict.word == "figures":
+    if found.word == "figures":
         for metric, limit in FIGURE_LIMITS.items():
             sizes = sorted(abs(error.error) + error.uncertainty for error in found.errors if error.metric == metric)
             assert sizes[2] <= limit

@@ -80,12 +80,12 @@ def test_the_correction_is_a_setting_of_every_online_threshold() -> None:
 @pytest.mark.parametrize("shape", ["gamma:0.5", "gamma:4", "uniform"])
 def test_renewal_is_within_2_percent_of_the_best_fixed_theta(shape: str) -> None:
     """In simulation with the linear costs that the controller is told and a refill that costs 14 decode steps."""
-    from ebbench.papers.eb.thresholds import slow_refill, sweep_cell
+    from ebbench.papers.eb.thresholds import REFILL_S, linear_costs, sweep_cell
     from ebbench.runs.execute import Task, make
 
     def tokens_per_s(policy: str) -> float:
         cell = sweep_cell(
-            slow_refill("rtx-pro-6000", "qwen3-8b"), "qwen3-8b", policy, 256, 0, budget=65536, warmup=100,
+            linear_costs("rtx-pro-6000", "qwen3-8b", REFILL_S), "qwen3-8b", policy, 256, 0, budget=65536, warmup=100,
             num_prompts=2000, input_len=128, output_len=512, length_distribution=shape,
         )  # fmt: skip
         return float(make(Task(cell)).figures["output_throughput"])

@@ -230,7 +230,6 @@ STARVED = 0.9  # a prefill pool that is busy for a smaller share of the time wai
 
 
 def _ranked(measured_by_name: Mapping[str, Measured]) -> list[tuple[str, float]]:
-    """Names and rates of the finished runs, best first."""
     rates = [(name, value_or_oom(measured, _RATE)) for name, measured in measured_by_name.items()]
     return sorted(((name, rate) for name, rate in rates if isinstance(rate, float)), key=lambda item: -item[1])
 

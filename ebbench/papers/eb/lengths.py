@@ -12,7 +12,7 @@ from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import WORKLOADS, pick
 from ebbench.papers.table import PaperFigure, PaperTable, Sections, no_runs
 from ebbench.records.plan import Plan
-from ebbench.render.figures import altair, colour, dash, values
+from ebbench.render.figures import altair, lines, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, VERMILION
 from ebbench.runs.store import RunStore
 
@@ -122,14 +122,9 @@ def _histogram(hazard: Hazard, title: str) -> Any:
         {"x": float(a), "x2": float(b), "value": float(c) / hazard.samples}
         for a, b, c in zip(edges[:-1], edges[1:], counts, strict=True)
     ]
-    bars = (
-        alt.Chart(values(data))
-        .mark_rect(color=BLUE, opacity=0.7)
-        .encode(
-            x=alt.X("x:Q", title=None, scale=alt.Scale(domain=[0, top], nice=False)), x2="x2:Q",
-            y=alt.Y("value:Q", title="share of answers", axis=alt.Axis(format="%")),
-        )
-    )  # fmt: skip
+    x = alt.X("x:Q", title=None, scale=alt.Scale(domain=[0, top], nice=False))
+    y = alt.Y("value:Q", title="share of answers", axis=alt.Axis(format="%"))
+    bars = alt.Chart(values(data)).mark_rect(color=BLUE, opacity=0.7).encode(x=x, x2="x2:Q", y=y)
     rule = alt.Chart(values([{"x": hazard.mean}])).mark_rule(color=BLACK, strokeDash=[4, 3]).encode(x="x:Q")
     return alt.layer(bars, rule).properties(width=_WIDTH, height=_HEIGHT, title=title)
 
@@ -143,17 +138,9 @@ def _hazard(hazard: Hazard) -> Any:
         if fit is not None:
             ends = (float(middles[0]), float(middles[-1]))
             data += [{"x": x, "value": 1e3 * (fit.p0 + fit.eta * x), "series": name} for x in ends]
-    lines = (
-        alt.Chart(values(data))
-        .mark_line(strokeWidth=1.8)
-        .encode(
-            x=alt.X("x:Q", title="output tokens t", scale=alt.Scale(domain=[0, int(hazard.t[-1])], nice=False)),
-            y=alt.Y("value:Q", title="hazard h(t), 1/1000"),
-            color=colour(names, (BLACK, VERMILION, GREEN)),
-            strokeDash=dash(names),
-        )
-    )
-    return lines.properties(width=_WIDTH, height=_HEIGHT)
+    x = alt.X("x:Q", title="output tokens t", scale=alt.Scale(domain=[0, int(hazard.t[-1])], nice=False))
+    chart = lines(data, x, alt.Y("value:Q", title="hazard h(t), 1/1000"), names, (BLACK, VERMILION, GREEN))
+    return chart.properties(width=_WIDTH, height=_HEIGHT)
 
 
 def _chart11(options: PaperOptions, store: RunStore, published: bool) -> Any:
@@ -162,8 +149,7 @@ def _chart11(options: PaperOptions, store: RunStore, published: bool) -> Any:
     for workload in options.workloads or tuple(WORKLOADS):
         hazard = analyse_lengths(_plan(options, workload).table["output_tokens"].to_numpy())
         panels.append(hazard_panels(hazard, WORKLOADS.get(workload, workload)))
-    lines = [alt.hconcat(*panels[at : at + 2]) for at in range(0, len(panels), 2)]
-    return alt.vconcat(*lines)
+    return alt.vconcat(*(alt.hconcat(*panels[at : at + 2]) for at in range(0, len(panels), 2)))
 
 
 FIGURE11 = PaperFigure("figure11", ("workload", "num_prompts", "source"), _chart11, runs=no_runs)

@@ -35,7 +35,7 @@ from ebbench.papers.table import (
     policy_columns,
     policy_row,
 )
-from ebbench.render.figures import altair, colour, dash, values
+from ebbench.render.figures import altair, colour, lines, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
@@ -57,25 +57,21 @@ def table6_protocol(policy: str, concurrency: int) -> Protocol:
     return long_context_protocol(policy, 131_071, concurrency, max_model_len=163_840)
 
 
-def _table6_rows(options: PaperOptions) -> list[Mapping[str, str]]:
-    wanted = options.models or tuple(TABLE6_MODELS.values())
-    return [row for row in rows(TABLE6_ROWS) if TABLE6_MODELS.get(row["model"]) in wanted]
-
-
-def _table6_cell(options: PaperOptions, device: str, row: Mapping[str, str], policy: str) -> RunSpec:
-    protocol = table6_protocol(policy, int(row["concurrency"]))
-    return protocol_cells(protocol, device, TABLE6_MODELS[row["model"]], options.num_prompts)[0]
-
-
 def _table6_section(options: PaperOptions, store: RunStore, device: str) -> Section:
     further = options.further(*TABLE6_POLICIES)
     columns = (*labels("model"), Column("open requests"), *policy_columns(TABLE6_POLICIES, further, "eb over v1"))
     lines = []
-    for row in _table6_rows(options):
-        cells = {policy: _table6_cell(options, device, row, policy) for policy in (*TABLE6_POLICIES, *further)}
+    for row in rows(TABLE6_ROWS):
+        model, most_open = TABLE6_MODELS.get(row["model"]), int(row["concurrency"])
+        if model is None or model not in (options.models or (model,)):
+            continue
+        protocols = {policy: table6_protocol(policy, most_open) for policy in (*TABLE6_POLICIES, *further)}
+        cells = {
+            p: protocol_cells(protocol, device, model, options.num_prompts)[0] for p, protocol in protocols.items()
+        }
         rates = {policy: figure(store, cell, "total_token_throughput") for policy, cell in cells.items()}
         printed = {policy: float(row[policy]) if device == DEVICE else None for policy in TABLE6_POLICIES}
-        lines.append((row["model"], int(row["concurrency"]), *policy_row(printed, rates)))
+        lines.append((row["model"], most_open, *policy_row(printed, rates)))
     return Section(gpu_title(device), columns, tuple(lines))
 
 
@@ -140,7 +136,7 @@ def _calibrations(options: PaperOptions) -> Section:
     """The authors' own fits, over the lengths and batches that their calibration files name."""
     columns = labels("GPU", "model") + beside("prefill", show="{:.4f}".format) + beside("decode", show="{:.4f}".format)
     lines = []
-    for row in rows("calibration", "eb_vllm"):
+    for row in rows("eb_vllm/calibration"):
         device = "h200" if "H200" in row["device_name"] else DEVICE
         model = find_model(row["model"].replace("Meta-Llama", "Llama")).name
         if options.models and model not in options.models:
@@ -154,17 +150,15 @@ def _calibrations(options: PaperOptions) -> Section:
     return Section("R² of the authors' calibration files, 256 to 4,096 tokens", columns, tuple(lines))
 
 
-def _document5(options: PaperOptions, store: RunStore) -> Sections:
-    return (_fits(options, 5), _calibrations(options))
-
-
-def _document7(options: PaperOptions, store: RunStore) -> Sections:
-    return [_fits(options, 7)]
-
-
 _LINEAR_PUBLISHED = Published((DEVICE,), tuple(model for model in LINEAR_MODELS.values() if model))
-TABLE5 = PaperTable("table5", ("model",), _document5, published_on=_LINEAR_PUBLISHED, runs=no_runs)
-TABLE7 = PaperTable("table7", ("model",), _document7, published_on=_LINEAR_PUBLISHED, facts=globals(), runs=no_runs)
+TABLE5 = PaperTable(
+    "table5", ("model",), lambda options, _store: (_fits(options, 5), _calibrations(options)),
+    published_on=_LINEAR_PUBLISHED, runs=no_runs,
+)  # fmt: skip
+TABLE7 = PaperTable(
+    "table7", ("model",), lambda options, _store: [_fits(options, 7)], published_on=_LINEAR_PUBLISHED, facts=globals(),
+    runs=no_runs,
+)  # fmt: skip
 
 _MODEL_COLOURS = (BLUE, VERMILION, GREEN, ORANGE, BLACK, PURPLE)
 _TIMES = tuple(2048 * i for i in range(1, MAX_TOKENS // 2048 + 1))
@@ -189,18 +183,16 @@ def _chart7(options: PaperOptions, store: RunStore, published: bool) -> Any:
         for number, limit in enumerate(limits, start=1)
         for name in costs
     ]
-    hues = colour(list(names), _MODEL_COLOURS[: len(names)])
+    hues = list(names), _MODEL_COLOURS[: len(names)]
     x = alt.X("x:Q", title="tokens in the step", scale=alt.Scale(domain=[0, MAX_TOKENS]))
-    left = alt.Chart(values(times)).mark_line(strokeWidth=1.8)
-    left = left.encode(x=x, y=alt.Y("value:Q", title="step time, s"), color=hues, strokeDash=dash(list(names)))
+    left = lines(times, x, alt.Y("value:Q", title="step time, s"), *hues)
     far = alt.X("x:Q", title="fit up to this many tokens", scale=alt.Scale(domain=[0, LIMITS[7][-1]]))
     y = alt.Y("value:Q", title="R² of a line", scale=alt.Scale(zero=False))
-    lines = alt.Chart(values(fits)).mark_line(strokeWidth=1.8)
-    lines = lines.encode(x=far, y=y, color=hues, strokeDash=dash(list(names)))
-    marks = alt.Chart(values(printed)).mark_point(shape="cross", filled=True, size=40).encode(x=far, y=y, color=hues)
+    marks = alt.Chart(values(printed)).mark_point(shape="cross", filled=True, size=40)
+    right = alt.layer(lines(fits, far, y, *hues), marks.encode(x=far, y=y, color=colour(*hues)))
     return alt.hconcat(
         left.properties(width=270, height=200, title=gpu_title(DEVICE)),
-        alt.layer(lines, marks).properties(width=270, height=200, title="lines: ours; crosses: published"),
+        right.properties(width=270, height=200, title="lines: ours; crosses: published"),
     )
 
 
@@ -255,17 +247,13 @@ def _long_cell(options: PaperOptions, device: str, model: str, kind: str) -> Run
     )  # fmt: skip
 
 
-def _long_pairs(options: PaperOptions) -> list[tuple[str, str]]:
-    return [(device, model) for device in options.devices or tuple(GPUS) for model in options.models or LONG_MODELS]
-
-
 def _long_section(options: PaperOptions, store: RunStore, device: str) -> Section:
     columns = (*labels("model"), Column("requests per GPU"))
     for name in _LONG_METRICS:
         columns += ours(*_LONG_KINDS, group=name)
     columns += (Column("eb vs v1", "change", ours=True), Column("ebplus vs v1", "change", ours=True))
     lines = []
-    for model in (model for where, model in _long_pairs(options) if where == device):
+    for model in options.models or LONG_MODELS:
         cells = {kind: _long_cell(options, device, model, kind) for kind in _LONG_KINDS}
         row: list[Value] = [model_title(model), concurrency(device, model)]
         for key, scale in _LONG_METRICS.values():

@@ -72,12 +72,10 @@ def table3_cells(options: PaperOptions, device: str, model: str, name: str, poli
 
 
 def _settings(options: PaperOptions, *default: str) -> list[tuple[str, str]]:
-    """Devices and models, those of the paper by default."""
     return list(product(options.devices or default, options.models or (MAIN_MODEL,)))
 
 
 def _further3(options: PaperOptions) -> tuple[str, ...]:
-    """Policies without published figures."""
     return tuple(dict.fromkeys(("v0", "deferred", *options.further(*PUBLISHED_POLICIES))))
 
 
@@ -101,7 +99,6 @@ def _published3(device: str, model: str, name: str, metric: str) -> dict[str, fl
 
 
 def _gains(options: PaperOptions, store: RunStore, device: str, model: str) -> Section:
-    """Gains of the policies over each other."""
     pairs = (("eb", "v1"), ("ebplus", "v1"), ("ebplus", "better of v1, eb"))
     columns = (*labels("scenario"), *(column for policy, base in pairs for column in changes(f"{policy} vs {base}")))
     rows = []
@@ -109,12 +106,9 @@ def _gains(options: PaperOptions, store: RunStore, device: str, model: str) -> S
         cells = {policy: table3_cells(options, device, model, name, policy) for policy in PUBLISHED_POLICIES}
         ours = {policy: mean_figure(store, chosen, "total_token_throughput") for policy, chosen in cells.items()}
         rates = (_published3(device, model, name, "total_tokens_per_s"), ours)
-        rows.append((traffic.title, *(_gain(chosen, *pair) for pair in pairs for chosen in rates)))
+        bests = [{**known, "better of v1, eb": of_all(max, (known["v1"], known["eb"]))} for known in rates]
+        rows.append((traffic.title, *(relative(best[policy], best[base]) for policy, base in pairs for best in bests)))
     return Section(f"{gpu_title(device)}, {model}: throughput of one policy over another", columns, tuple(rows))
-
-
-def _gain(rates: Mapping[str, float | None], policy: str, base: str) -> float | None:
-    return relative(rates[policy], rates[base] if base in rates else of_all(max, (rates["v1"], rates["eb"])))
 
 
 def _content3(options: PaperOptions, store: RunStore) -> Sections:
@@ -135,23 +129,15 @@ TPOT_MS = (50.0, 100.0)
 _RANKS = ("strict", "relaxed")
 
 
-def _cell18(options: PaperOptions, device: str, model: str, policy: str) -> RunSpec:
-    return table3_cells(options, device, model, "c=512", policy)[0]
-
-
-def _surface(store: RunStore, cell: RunSpec, ttft_ms: list[float], tpot_ms: list[float]) -> Surface | None:
-    measured = store.get(cell)
-    return None if measured is None else run_surfaces(measured.run, ttft_ms, tpot_ms)[0]
-
-
 def _section18(options: PaperOptions, store: RunStore, device: str, model: str) -> Section:
     ttft_s, tpot_ms = sorted(options.ttft_s or TTFT_S), sorted(options.tpot_ms or TPOT_MS)
     printed = not options.ttft_s and not options.tpot_ms and (device, model) == ("rtx-pro-6000", MAIN_MODEL)
     further = options.further(*PUBLISHED_POLICIES)
-    surfaces = {
-        policy: _surface(store, _cell18(options, device, model, policy), [1e3 * t for t in ttft_s], tpot_ms)
-        for policy in (*PUBLISHED_POLICIES, *further)
-    }
+    surfaces: dict[str, Surface | None] = {}
+    for policy in (*PUBLISHED_POLICIES, *further):
+        measured = store.get(table3_cells(options, device, model, "c=512", policy)[0])
+        ttft_ms = [1e3 * limit_s for limit_s in ttft_s]
+        surfaces[policy] = None if measured is None else run_surfaces(measured.run, ttft_ms, tpot_ms)[0]
     rows = []
     for (i, ttft), (j, tpot) in product(enumerate(ttft_s), enumerate(tpot_ms)):
         row: list[Value] = [f"{ttft:g} s", f"{tpot:g} ms"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from ebbench.errors import UsageError
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.published import gpu_title, pick, rows
 from ebbench.papers.table import PaperFigure, PaperTable, Published, Sections, no_runs
-from ebbench.render.figures import altair, colour, dash, values
+from ebbench.render.figures import altair, colour, dash, lines, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STEPS, VERMILION
 from ebbench.runs.store import RunStore
 
@@ -76,24 +77,17 @@ def _scatter(
     return alt.layer(alt.Chart(diagonal).mark_line(color=GREY).encode(x="x:Q", y="y:Q"), points)
 
 
-def _times(device: str, model: str) -> list[dict[str, Any]]:
-    cost = device_cost(device, model)
-    return [
+def time_panel(device: str, model: str, title: str = "") -> Any:
+    """Step time over tokens, one line per decode share."""
+    alt, cost = altair(), device_cost(device, model)
+    times = [
         {"tokens": tokens, "series": name, "value": step_ms(cost, tokens, share, CONTEXT_TOKENS)}
         for share, name in zip(FIGURE1_SHARES, _SHARE_NAMES, strict=True)
         for tokens in FIGURE1_TOKENS
     ]
-
-
-def time_panel(device: str, model: str, title: str = "") -> Any:
-    """Step time over tokens, one line per decode share."""
-    alt = altair()
-    lines = alt.Chart(values(_times(device, model))).mark_line(strokeWidth=1.8)
-    lines = lines.encode(
-        x=alt.X("tokens:Q", title="tokens in the step"), y=alt.Y("value:Q", title="step time, ms"),
-        color=colour(_SHARE_NAMES, _SHARE_COLOURS, "batch"), strokeDash=dash(_SHARE_NAMES, "batch"),
-    )  # fmt: skip
-    return lines.properties(width=_WIDTH, height=_HEIGHT, title=title or f"{gpu_title(device)}, {model}")
+    x, y = alt.X("tokens:Q", title="tokens in the step"), alt.Y("value:Q", title="step time, ms")
+    chart = lines(times, x, y, _SHARE_NAMES, _SHARE_COLOURS, "batch")
+    return chart.properties(width=_WIDTH, height=_HEIGHT, title=title or f"{gpu_title(device)}, {model}")
 
 
 def _marginal_panel(device: str, model: str) -> Any:
@@ -108,14 +102,10 @@ def _marginal_panel(device: str, model: str) -> Any:
     ]
     x = alt.X("r:Q", title="decode share r of the batch", scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format="%"))
     y = alt.Y("value:Q", title="µs per further token")
-    series = {
-        "color": colour(names, list(_BATCHES.values()), "token in a"),
-        "strokeDash": dash(names, "token in a"),
-    }
-    layers = [
-        alt.Chart(values(mixed)).mark_line(strokeWidth=2.2).encode(x=x, y=y, **series),
-        alt.Chart(values(flat)).mark_rule(strokeWidth=1.6).encode(y="value:Q", **series),
-    ]
+    told_apart = names, list(_BATCHES.values()), "token in a"
+    rules = alt.Chart(values(flat)).mark_rule(strokeWidth=1.6).encode(
+        y="value:Q", color=colour(*told_apart), strokeDash=dash(names, "token in a"))  # fmt: skip
+    layers = [lines(mixed, x, y, *told_apart, mark={"strokeWidth": 2.2}), rules]
     published = PUBLISHED_CROSSOVER.get(device) if model == FIGURE1_MODEL else None
     if published is not None:
         align, dx = ("left", 4) if published < 0.5 else ("right", -4)
@@ -129,7 +119,7 @@ def _check_panel(model: str, device: str) -> Any:
     """Published and our step times for the same composition and context, pure and mixed steps."""
     cost = device_cost(device, model, eager=True)
     points: list[dict[str, Any]] = []
-    for row in rows("iteration_time_qwen3_4b", "eb_vllm"):
+    for row in rows("eb_vllm/iteration_time_qwen3_4b"):
         decodes, prompts, prompt = (int(row[key]) for key in ("num_decode", "num_prefill", "prefill_tokens"))
         total = decodes + prompts * prompt
         ours = step_ms(cost, total, decodes / total, 32)
@@ -190,18 +180,17 @@ def table_cost_of(device: str, model: str) -> TableCost:
     return cost
 
 
-def _share_axis(alt: Any) -> Any:
-    axis, scale = alt.Axis(format="%"), alt.Scale(domain=[0, 1])
-    return alt.X("r:Q", title="decode share of the step's tokens", axis=axis, scale=scale)
-
-
-def _mixed_lines_and_pure_points(by_share: list[dict[str, Any]]) -> tuple[Any, Any]:
+def _over_shares(
+    by_share: list[dict[str, Any]], y: Any, names: Sequence[str], colours: Sequence[str], title: str | None = None
+) -> list[Any]:
     """Lines over the mixed steps, and points for the pure ones, since time jumps between the two."""
     alt = altair()
-    mixed = [row for row in by_share if 0.0 < row["r"] < 1.0]
-    pure = [row for row in by_share if not 0.0 < row["r"] < 1.0]
+    axis, scale, legend = alt.Axis(format="%"), alt.Scale(domain=[0, 1]), alt.Legend(symbolType="stroke")
+    x = alt.X("r:Q", title="decode share of the step's tokens", axis=axis, scale=scale)
+    mixed, pure = ([row for row in by_share if (0.0 < row["r"] < 1.0) is inside] for inside in (True, False))
     points = alt.Chart(values(pure)).mark_point(filled=True, size=36, opacity=1)
-    return alt.Chart(values(mixed)).mark_line(strokeWidth=1.8), points
+    hues = colour(names, colours, title, legend=legend)
+    return [lines(mixed, x, y, names, colours, title, legend=legend), points.encode(x=x, y=y, color=hues)]
 
 
 def _parts_panel(device: str, model: str) -> Any:
@@ -213,10 +202,7 @@ def _parts_panel(device: str, model: str) -> Any:
         for name, part in zip(_PARTS, step_parts(cost, composed(KERNEL_TOKENS, r, CONTEXT_TOKENS)), strict=True)
     ]
     y = alt.Y("value:Q", title="GPU time of a step, ms")
-    chart = _mixed_lines_and_pure_points(by_share)
-    hues = colour(_PARTS, _PART_COLOURS, legend=alt.Legend(symbolType="stroke"))
-    layers = [layer.encode(x=_share_axis(alt), y=y, color=hues) for layer in chart]
-    layers[0] = layers[0].encode(strokeDash=dash(_PARTS))
+    layers = _over_shares(by_share, y, _PARTS, _PART_COLOURS)
     decode_ms = 1e3 * step_parts(cost, composed(KERNEL_TOKENS, 1.0, CONTEXT_TOKENS)).attention_s
     rule = alt.Chart(values([{"value": decode_ms}])).mark_rule(color=GREY, strokeDash=[2, 2]).encode(y=y)
     return alt.layer(rule, *layers).properties(
@@ -228,7 +214,7 @@ def measured_attention(device: str) -> list[dict[str, Any]]:
     """One FlashAttention call in ms, as published for a GPU and as our tables have it, by kind of batch."""
     ((_, attention),) = table_cost_of(device, FIGURE1_MODEL).attention  # one kind of layer
     points = []
-    for row in rows(f"attention_kernel_{device.replace('-', '')}", "eb_vllm"):
+    for row in rows(f"eb_vllm/attention_kernel_{device.replace('-', '')}"):
         prompts, decodes = int(row["num_prefill"]), int(row["num_decode"])
         length = int(row["prefill_len"] or row["context_len"])
         ours = attention.step_s(((length, 0),) * prompts, decodes, decodes * length)
@@ -253,23 +239,16 @@ def _chart2(options: PaperOptions, store: RunStore, published: bool) -> Any:
     return alt.vconcat(parts, checks).resolve_scale(color="independent", strokeDash="independent", shape="independent")
 
 
-def _crossing_title(device: str, model: str) -> str:
+def _crossing_panel(device: str, model: str) -> Any:
     crossover = marginal_curve(device_cost(device, model), CONTEXT_TOKENS).crossover
     crossing = "no crossover" if crossover is None else f"crossover at r = {crossover:.2f}"
-    return f"{gpu_title(device)}, {model}: {crossing}"
+    return time_panel(device, model, f"{gpu_title(device)}, {model}: {crossing}")
 
 
-def _chart8(options: PaperOptions, store: RunStore, published: bool) -> Any:
-    alt = altair()
-    devices, models = options.devices or GPUS, options.models or FURTHER_MODELS
-    lines = [alt.hconcat(*(time_panel(d, m, _crossing_title(d, m)) for d in devices)) for m in models]
-    return alt.vconcat(*lines)
-
-
-def _chart9(options: PaperOptions, store: RunStore, published: bool) -> Any:
-    alt = altair()
-    devices, models = options.devices or GPUS, options.models or FURTHER_MODELS
-    return alt.vconcat(*(alt.hconcat(*(_parts_panel(device, model) for device in devices)) for model in models))
+def _further_models(panel: Callable[[str, str], Any], options: PaperOptions, *_: object) -> Any:
+    alt, devices = altair(), options.devices or GPUS
+    models = options.models or FURTHER_MODELS
+    return alt.vconcat(*(alt.hconcat(*(panel(device, model) for device in devices)) for model in models))
 
 
 CONTEXTS = (64, 128, 256, 512, 1024)
@@ -292,12 +271,7 @@ def _chart10(options: PaperOptions, store: RunStore, published: bool) -> Any:
                 part_s = {"step": sum(parts), _PARTS[0]: parts.dense_s, _PARTS[1]: parts.attention_s}[title]
                 step_rows.append({"r": r, "value": 1e3 * part_s, "series": name})
         y = alt.Y("value:Q", title="ms", scale=alt.Scale(domain=[0, 1.1 * max(row["value"] for row in step_rows)]))
-        legend = alt.Legend(symbolType="stroke")
-        hues = colour(names, _CONTEXT_COLOURS, "context, tokens", legend=legend)
-        layers = [
-            layer.encode(x=_share_axis(alt), y=y, color=hues) for layer in _mixed_lines_and_pure_points(step_rows)
-        ]
-        layers[0] = layers[0].encode(strokeDash=dash(names, "context, tokens"))
+        layers = _over_shares(step_rows, y, names, _CONTEXT_COLOURS, "context, tokens")
         if published and title == "attention":
             marks = values([{"r": r, "value": ms} for r, ms in PUBLISHED_ATTENTION_MS])
             cross = alt.Chart(marks).mark_point(shape="cross", filled=True, size=60, color=BLACK)
@@ -307,19 +281,14 @@ def _chart10(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 FIGURE2 = PaperFigure(
-    "figure2",
-    ("device", "model"),
-    _chart2,
-    published_on=Published(GPUS, (FIGURE1_MODEL,)),
-    facts=globals(),
+    "figure2", ("device", "model"), _chart2, published_on=Published(GPUS, (FIGURE1_MODEL,)), facts=globals(),
     runs=no_runs,
-)
-FIGURE8 = PaperFigure(
-    "figure8", ("device", "model"), _chart8, published_on=Published(GPUS, FURTHER_MODELS), runs=no_runs
-)
-FIGURE9 = PaperFigure(
-    "figure9", ("device", "model"), _chart9, published_on=Published(GPUS, FURTHER_MODELS), facts=globals(), runs=no_runs
-)
+)  # fmt: skip
+FIGURE8, FIGURE9 = (
+    PaperFigure(name, ("device", "model"), partial(_further_models, panel), facts=globals(), runs=no_runs,
+                published_on=Published(GPUS, FURTHER_MODELS))
+    for name, panel in (("figure8", _crossing_panel), ("figure9", _parts_panel))
+)  # fmt: skip
 FIGURE10 = PaperFigure(
     "figure10", ("device", "model"), _chart10, published_on=Published(("h200",), (FIGURE1_MODEL,)), runs=no_runs
 )
@@ -347,13 +316,13 @@ def _indices(times: Mapping[float, float]) -> tuple[float, float]:
 def _kappa_rows(options: PaperOptions) -> Iterator[tuple[Value, ...]]:
     """Of the published step times, of the published costs of mixed batches, and of ours."""
     times = {}
-    for row in rows("iteration_time_qwen3_4b", "eb_vllm"):
+    for row in rows("eb_vllm/iteration_time_qwen3_4b"):
         decodes = int(row["num_decode"])
         if decodes + int(row["num_prefill"]) * int(row["prefill_tokens"]) == KAPPA_TOKENS:
             times[decodes / KAPPA_TOKENS] = float(row["mean_ms"])
     gpu = "Blackwell by name, H200 by slope"  # the published times' GPU is in doubt
     yield gpu, "qwen3-4b", "published step times, eager, context 32", *_indices(times)
-    for row in rows("beta_mb", "eb_vllm"):
+    for row in rows("eb_vllm/beta_mb"):
         gpu = gpu_title("h200" if "H200" in row["device_name"] else "rtx-pro-6000")
         a, b, c = (float(row[f"{name}_s_per_token"]) for name in "abc")
         yield gpu, "qwen3-8b", "published cost of mixed batches, v1 runs", c / (a + b + c), None

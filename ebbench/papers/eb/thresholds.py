@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from statistics import fmean
 from typing import Any
@@ -75,11 +75,6 @@ COUNTED = 4000 - SYNTHETIC_WARMUP  # "4,000 requests per configuration (includin
 SLOW = f"refill {REFILL_S:g} s"
 
 
-def slow_refill(device: str, model: str) -> str:
-    """The device's linear costs (published ones if available) with REFILL_S as ``alpha_p``, for a RunSpec."""
-    return linear_costs(device, model, REFILL_S)
-
-
 @cache
 def linear_costs(device: str, model: str, alpha_p: float | None = None) -> str:
     """A device whose steps take the linear costs that its controller is told, for a RunSpec; ``alpha_p`` (s) replaces
@@ -115,48 +110,30 @@ def repeats(
 
 
 def both_devices(options: PaperOptions, default: str) -> tuple[str, str]:
-    """The device itself, and its linear costs with the implied refill cost."""
+    """The device itself, and its linear costs (published ones if available) with the implied refill cost."""
     device = options.device(default)
-    return device, slow_refill(device, options.model())
-
-
-def theta_k(batch: int, step: int) -> int:
-    """Slots for ``theta = step/15`` of a batch."""
-    return max(1, batch * step // THETA_STEPS)
+    return device, linear_costs(device, options.model(), REFILL_S)
 
 
 # Table 10: best theta over mean output length and batch size.
 
 
-def _repeats10(options: PaperOptions, device: str, output: int, batch: int, step: int) -> list[RunSpec]:
-    return repeats(
-        options, device, f"eb:k={theta_k(batch, step)}", batch, COUNTED, warmup=SYNTHETIC_WARMUP,
-        input_len=TABLE10_INPUT, output_len=output, length_distribution="geometric",
-    )  # fmt: skip
-
-
 def _best10(options: PaperOptions, store: RunStore, device: str, output: int, batch: int) -> tuple[float | None, str]:
-    """Best theta of the sweep, and the range of thetas within 1 % of it."""
-    steps = range(1, THETA_STEPS)
-    by_step = {
-        step: mean_figure(store, _repeats10(options, device, output, batch, step), "request_throughput")
-        for step in steps
-    }
-    rates = [
-        {"theta": theta_k(batch, step) / batch, "value": rate} for step, rate in by_step.items() if rate is not None
-    ]
-    if len(rates) < len(steps):
-        return None, ""
-    best, low, high = best_and_near(rates) or (None, 0.0, 0.0)
-    return best, f"{low:.2f}-{high:.2f}"
+    data = []
+    for k in (max(1, batch * step // THETA_STEPS) for step in range(1, THETA_STEPS)):
+        cells = repeats(
+            options, device, f"eb:k={k}", batch, COUNTED, warmup=SYNTHETIC_WARMUP, input_len=TABLE10_INPUT,
+            output_len=output, length_distribution="geometric",
+        )  # fmt: skip
+        rate = mean_figure(store, cells, "request_throughput")
+        data += [] if rate is None else [{"theta": k / batch, "value": rate}]
+    return _best_theta(data if len(data) == THETA_STEPS - 1 else [])
 
 
-def _columns10() -> tuple[Column, ...]:
-    columns = (*labels("mean output"), Column("ours", group="theta0"), Column(SLOW, group="theta0"))
-    columns += beside("mean over N", SLOW)
-    for batch in BATCHES:
-        columns += (*beside(f"N = {batch}", SLOW), Column("within 1 %", "label", f"N = {batch}"))
-    return columns
+def _best_theta(data: list[dict[str, float]]) -> tuple[float | None, str]:
+    """The best theta of a sweep, and the range of thetas within 1 % of it."""
+    best = best_and_near(data)
+    return (None, "") if best is None else (best[0], f"{best[1]:.2f}-{best[2]:.2f}")
 
 
 def _document10(options: PaperOptions, store: RunStore) -> Sections:
@@ -164,6 +141,10 @@ def _document10(options: PaperOptions, store: RunStore) -> Sections:
 
     device, slow = both_devices(options, "h200")
     costs = load_device(device, options.model()).calibration
+    columns = (*labels("mean output"), Column("ours", group="theta0"), Column(SLOW, group="theta0"))
+    columns += beside("mean over N", SLOW)
+    for batch in BATCHES:
+        columns += (*beside(f"N = {batch}", SLOW), Column("within 1 %", "label", f"N = {batch}"))
     rows: list[tuple[Value, ...]] = []
     for output in MEAN_OUTPUTS:
         theory = [base_threshold(1 / output, alpha_p, costs.alpha_d) for alpha_p in (costs.alpha_p, REFILL_S)]
@@ -174,21 +155,13 @@ def _document10(options: PaperOptions, store: RunStore) -> Sections:
             cells.append((pick("table10_best_theta", f"batch_{batch}", mu_o=str(output)), best, slow_best, near))
         means = [of_all(fmean, column) for column in list(zip(*cells, strict=True))[:3]]
         rows.append((str(output), *theory, *means, *(value for cell in cells for value in cell)))
-    return [Section("", _columns10(), tuple(rows))]
+    return [Section("", columns, tuple(rows))]
 
 
 # Table 11: throughput over k for four input lengths.
 
 
-def _repeats11(options: PaperOptions, device: str, k: int, input_len: int) -> list[RunSpec]:
-    return repeats(
-        options, device, f"eb:k={k}", K_BATCH, COUNTED, budget=K_BUDGET, warmup=SYNTHETIC_WARMUP, input_len=input_len,
-        output_len=K_OUTPUT, length_distribution="uniform",
-    )  # fmt: skip
-
-
 def _document11(options: PaperOptions, store: RunStore) -> Sections:
-    device, slow = both_devices(options, "h200")
     columns = (*labels("k"), Column("theta"))
     for mean in K_INPUTS:
         columns += (*beside(f"input {mean}", SLOW), Column("diff", "change", f"input {mean}"))
@@ -197,17 +170,20 @@ def _document11(options: PaperOptions, store: RunStore) -> Sections:
         row: list[Value] = [str(k), k / K_BATCH]
         for index, mean in enumerate(K_INPUTS):
             published = pick("table11_k_sweep_tokens_per_s", f"mu_l_{index + 1}", k=str(k))
-            ours, implied = (
-                mean_figure(store, _repeats11(options, d, k, mean), "output_throughput") for d in (device, slow)
-            )
+            cells = (
+                repeats(
+                    options, device, f"eb:k={k}", K_BATCH, COUNTED, budget=K_BUDGET, warmup=SYNTHETIC_WARMUP,
+                    input_len=mean, output_len=K_OUTPUT, length_distribution="uniform",
+                )
+                for device in both_devices(options, "h200")
+            )  # fmt: skip
+            ours, implied = (mean_figure(store, seeds, "output_throughput") for seeds in cells)
             row += [published, ours, implied, relative(implied, published)]
         rows.append(tuple(row))
-    section = Section("output tokens/s", columns, (*rows, _best_k(rows)))
-    return [section]
+    return [Section("output tokens/s", columns, (*rows, _best_k(rows)))]
 
 
 def _best_k(rows: list[tuple[Value, ...]]) -> tuple[Value, ...]:
-    """A last row with the k at which each column is highest."""
     last: list[Value] = ["best k", None]
     for column in range(2, len(rows[0])):
         values = [value for row in rows if isinstance(value := row[column], int | float)]
@@ -236,19 +212,16 @@ FIGURE12_THETAS = tuple(k / FIGURE12_BATCH for k in FIGURE12_K)
 FIGURE12_COSTS = ("device's cost model", SLOW)
 
 
-def _repeats12(options: PaperOptions, device: str, shape: str, theta: float) -> list[RunSpec]:
-    return repeats(
-        options, device, f"eb:k={round(theta * FIGURE12_BATCH)}", FIGURE12_BATCH, FIGURE12_COUNT, 3,
-        budget=E3_BUDGET, warmup=SYNTHETIC_WARMUP, workload=f"reference:workloads/hazard-gamma-{shape}.toml",
-    )  # fmt: skip
-
-
 def sweep12(options: PaperOptions, store: RunStore, shape: str, *, slow: bool) -> list[dict[str, float]]:
     """Mean tokens/s per theta with a 95 % t interval over the seeds; thetas that were not run are left out."""
     device = both_devices(options, "h200")[slow]
     points = []
-    for theta in FIGURE12_THETAS:
-        rates = [figure(store, cell, "total_token_throughput") for cell in _repeats12(options, device, shape, theta)]
+    for k, theta in zip(FIGURE12_K, FIGURE12_THETAS, strict=True):
+        cells = repeats(
+            options, device, f"eb:k={k}", FIGURE12_BATCH, FIGURE12_COUNT, 3, budget=E3_BUDGET, warmup=SYNTHETIC_WARMUP,
+            workload=f"reference:workloads/hazard-gamma-{shape}.toml",
+        )  # fmt: skip
+        rates = [figure(store, cell, "total_token_throughput") for cell in cells]
         known = [rate for rate in rates if rate is not None]
         if len(known) == len(rates):
             interval = paired_t(known)
@@ -315,10 +288,6 @@ def _policies13(options: PaperOptions) -> list[tuple[str, str]]:
     return named + [(policy, policy) for policy in options.policies]
 
 
-def _repeats13(options: PaperOptions, device: str, name: str, policy: str) -> list[RunSpec]:
-    return repeats(options, device, policy, TABLE13_BATCH, 3000, **_LENGTHS13[name])
-
-
 def _section13(options: PaperOptions, store: RunStore, name: str) -> Section:
     rates: list[Mapping[str, float | None]] = [
         {
@@ -328,7 +297,8 @@ def _section13(options: PaperOptions, store: RunStore, name: str) -> Section:
         }
     ]
     for device in both_devices(options, "rtx-pro-6000"):
-        cells = {label: _repeats13(options, device, name, policy) for label, policy in _policies13(options)}
+        run = partial(repeats, options, device, batch=TABLE13_BATCH, count=3000, **_LENGTHS13[name])
+        cells = {label: run(policy=policy) for label, policy in _policies13(options)}
         rates.append({label: mean_figure(store, seeds, "total_token_throughput") for label, seeds in cells.items()})
     peaks = [of_all(max, (column.get(str(theta)) for theta in TABLE13_THETAS)) for column in rates]
     rows = []
@@ -345,8 +315,6 @@ TABLE13 = PaperTable(
     published_on=Published(("rtx-pro-6000",), (MAIN_MODEL,)), facts=globals(),
 )  # fmt: skip
 
-
-# The EB paper's online threshold: beside fixed ones (figure 3), by its correction (ours), E.3 and E.5.
 
 # Figure 3 of the EB paper: throughput for fixed thresholds and for the online controller.
 
@@ -390,7 +358,7 @@ def _level(value: float, series: str, source: str) -> list[dict[str, Any]]:
 
 def _published3(workload: str, column: str) -> list[dict[str, Any]]:
     points, levels = [], {"ours": _SERIES3[1], "v1": _SERIES3[2]}
-    for row in published_rows("figure3_validation_grid", "eb_vllm"):
+    for row in published_rows("eb_vllm/figure3_validation_grid"):
         if row["workload"] != workload.replace("-", "_") or not row[column]:
             continue
         value = float(row[column])
@@ -458,20 +426,9 @@ CORRECTION_BATCH, WARMUP = 256, 100  # with BUDGET a refill of the whole batch i
 MEAN_INPUT, MEAN_OUTPUT, COUNT = 128, 512, 3000
 
 
-def _correction_costs(options: PaperOptions) -> dict[str, str]:
-    device, model = options.device(), options.model()
-    return {"the device's linear costs": linear_costs(device, model), SLOW: slow_refill(device, model)}
-
-
-def _correction_repeats(options: PaperOptions, device: str, shape: str, policy: str) -> list[RunSpec]:
-    return repeats(
-        options, device, policy, CORRECTION_BATCH, COUNT, budget=BUDGET, warmup=WARMUP, input_len=MEAN_INPUT,
-        output_len=MEAN_OUTPUT, length_distribution=shape,
-    )  # fmt: skip
-
-
-def _correction_policies() -> tuple[str, ...]:
-    return (*(f"eb:theta={theta}" for theta in THETAS), *CORRECTIONS.values())
+def _correction_costs(options: PaperOptions) -> list[tuple[str, str]]:
+    costs = {"the device's linear costs": None, SLOW: REFILL_S}
+    return [(title, linear_costs(options.device(), options.model(), alpha_p)) for title, alpha_p in costs.items()]
 
 
 def _correction_section(options: PaperOptions, store: RunStore, title: str, device: str) -> Section:
@@ -479,17 +436,19 @@ def _correction_section(options: PaperOptions, store: RunStore, title: str, devi
     columns += ours(*CORRECTIONS, group="% of the best fixed threshold")
     rows: list[tuple[Value, ...]] = []
     for shape in SHAPES:
-        rates = {
-            policy: mean_figure(store, _correction_repeats(options, device, shape, policy), "output_throughput")
-            for policy in _correction_policies()
-        }
-        fixed = {rate: theta for theta in reversed(THETAS) if (rate := rates[f"eb:theta={theta}"]) is not None}
-        peak = of_all(max, (rates[f"eb:theta={theta}"] for theta in THETAS))
-        shares = [
-            None if peak is None or (rate := rates[policy]) is None else 100 * rate / peak
-            for policy in CORRECTIONS.values()
-        ]
-        rows.append((shape, None if peak is None else fixed[peak], peak, *shares))
+        policies = (*(f"eb:theta={theta}" for theta in THETAS), *CORRECTIONS.values())
+        cells = (
+            repeats(
+                options, device, policy, CORRECTION_BATCH, COUNT, budget=BUDGET, warmup=WARMUP, input_len=MEAN_INPUT,
+                output_len=MEAN_OUTPUT, length_distribution=shape,
+            )
+            for policy in policies
+        )  # fmt: skip
+        rates = [mean_figure(store, seeds, "output_throughput") for seeds in cells]
+        fixed, corrected = rates[: len(THETAS)], rates[len(THETAS) :]
+        peak = of_all(max, fixed)
+        best = None if peak is None else THETAS[fixed.index(peak)]
+        rows.append((shape, best, peak, *(rate and peak and 100 * rate / peak for rate in corrected)))
     return Section(title, columns, tuple(rows))
 
 
@@ -500,7 +459,7 @@ def _correction_runs(options: PaperOptions, _store: RunStore, _sections: Section
 
 CORRECTION = PaperTable(
     "corrections", ("device", "model", "num_prompts", "seeds"),
-    each(_correction_section, lambda options: _correction_costs(options).items()), findings=_correction_runs,
+    each(_correction_section, _correction_costs), findings=_correction_runs,
     whole=False, published_on=Published((DEFAULT_DEVICE,), (DEFAULT_MODEL,)), facts=globals(),
 )  # fmt: skip
 
@@ -532,8 +491,7 @@ def _best_thetas(options: PaperOptions, store: RunStore) -> Section:
     for index, name in enumerate(FIGURE12_COSTS):
         row: list[Value] = [name]
         for shape in FIGURE12_SHAPES:
-            best = best_and_near(sweep12(options, store, shape, slow=bool(index)))
-            row += [None, ""] if best is None else [best[0], f"{best[1]:.2f}-{best[2]:.2f}"]
+            row += _best_theta(sweep12(options, store, shape, slow=bool(index)))
         rows.append(tuple(row))
     return Section("best thresholds", columns, tuple(rows))
 
@@ -626,12 +584,10 @@ def _service_section(options: PaperOptions, store: RunStore, costs: tuple[float,
 
 
 def _updates(measured: Measured | None) -> list[float]:
-    """p0 at every update of a run."""
     if measured is None:
         return []
-    table = measured.run.table("decisions", ["kind", "p0"])
-    updates = table.filter(pc.equal(table["kind"], "update"))["p0"].drop_null()
-    return [float(value) for value in updates.to_pylist()]
+    updates = measured.run.table("decisions", ["kind", "p0"]).filter(pc.field("kind") == "update")
+    return [float(value) for value in updates["p0"].drop_null().to_pylist()]
 
 
 E3 = PaperTable("e3", FIGURE12.reads, _document_ifr, whole=False, published_on=PUBLISHED_E2)

@@ -6,18 +6,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, product
+from itertools import product
 from typing import Any, NamedTuple
 
-from ebbench.analysis.documents import (
-    Column,
-    Section,
-    Value,
-    average_row,
-    comparison,
-    labels,
-    relative,
-)
+from ebbench.analysis.documents import Column, Section, Value, average_row, comparison, labels, relative
 from ebbench.analysis.sensitivity import Sensitivity, sensitivity
 from ebbench.devices.costs import TableCost
 from ebbench.devices.loader import DEFAULT_HOST, load_device
@@ -57,12 +49,12 @@ from ebbench.spec.server import DEFAULT_CLASS
 BUDGETS = (4096, 8192, 10240, 14336, 16384, 18432)
 BATCHES = (256, 512, 1024, 1536, 2048)
 SCHEDULERS = ("v0", "v1", "eb")
-# Name in the reference table, our name, and the factor for our value.
+# Title, name in the reference table, our name, and the factor for our value.
 _METRICS = (
-    ("max_num_batched_tokens", "best_budget", 1.0), ("max_num_seqs", "best_size", 1.0), ("cv_percent", "cv", 100.0),
-    ("range_ratio", "range_ratio", 1.0), ("b_sens_percent", "b_sens", 100.0), ("n_sens_percent", "n_sens", 100.0),
+    ("B", "max_num_batched_tokens", "best_budget", 1.0), ("N", "max_num_seqs", "best_size", 1.0),
+    ("CV %", "cv_percent", "cv", 100.0), ("range", "range_ratio", "range_ratio", 1.0),
+    ("B-Sens %", "b_sens_percent", "b_sens", 100.0), ("N-Sens %", "n_sens_percent", "n_sens", 100.0),
 )  # fmt: skip
-_TITLES = ("B", "N", "CV %", "range", "B-Sens %", "N-Sens %")
 _SENSITIVITY = "table14_15_best_config_and_sensitivity"
 
 
@@ -72,14 +64,9 @@ def grid_cells(cell: RunSpec) -> list[RunSpec]:
 
 
 def real_cell(
-    options: PaperOptions,
-    device: str,
-    model: str,
-    workload: str,
-    policy: str,
-    sizes: tuple[int, int],
+    options: PaperOptions, device: str, model: str, workload: str, policy: str, sizes: tuple[int, int],
     weight: float = 1.0,
-) -> RunSpec:
+) -> RunSpec:  # fmt: skip
     """A cell of tables 2 and 14 to 16 at ``sizes`` (N, B), with the authors' lengths or those of table 9."""
     if workload in SYNTHETIC:
         protocol = synthetic_protocol(workload, policy, sizes)
@@ -124,7 +111,7 @@ def _real_cells(device: str, options: PaperOptions) -> list[RunSpec]:
 
 def _real_sections(device: str, options: PaperOptions, store: RunStore) -> Sections:
     columns = labels("workload", "model", "scheduler")
-    for title in _TITLES:
+    for title, *_ in _METRICS:
         columns += beside(title)
     rows = []
     for workload in options.workloads or tuple(WORKLOADS):
@@ -134,7 +121,7 @@ def _real_sections(device: str, options: PaperOptions, store: RunStore) -> Secti
                 where = {"gpu": GPUS[device], "workload": WORKLOADS.get(workload, workload),
                          "model": model_title(model), "scheduler": scheduler}  # fmt: skip
                 row: list[Value] = [where["workload"], where["model"], scheduler]
-                for metric, name, scale in _METRICS:
+                for _, metric, name, scale in _METRICS:
                     published = pick(_SENSITIVITY, "value", metric=metric, **where)
                     row += comparison(published, _value(swept, name, scale))[:2]
                 rows.append(tuple(row))
@@ -204,11 +191,6 @@ def table2_cell(options: PaperOptions, device: str, model: str, workload: str, p
     return real_cell(options, device, model, workload, policy, sizes, _WEIGHT.get(workload, 1.0))
 
 
-def _keys2(options: PaperOptions) -> list[tuple[str, str, str]]:
-    models, workloads = options.models or _MODELS2, options.workloads or tuple(WORKLOADS)
-    return [(d, model, workload) for d in options.devices or GPUS for model in models for workload in workloads]
-
-
 def _row2(options: PaperOptions, store: RunStore, device: str, model: str, workload: str) -> tuple[Value, ...]:
     where = {"gpu": gpu_title(device), "model": MODELS.get(model, model), "workload": WORKLOADS.get(workload, workload)}
     ours = {}
@@ -223,10 +205,10 @@ def _content2(options: PaperOptions, store: RunStore) -> Sections:
     columns = labels("model", "workload")
     columns += policy_columns(POLICIES, options.further(*POLICIES), vs_v1=True)
     sections = []
-    for device, of_device in groupby(_keys2(options), key=lambda key: key[0]):
+    for device in options.devices or GPUS:
         rows: list[tuple[Value, ...]] = []
-        for model, keys in groupby(of_device, key=lambda key: key[1]):
-            of_model = [_row2(options, store, *key) for key in keys]
+        for model in options.models or _MODELS2:
+            of_model = [_row2(options, store, device, model, name) for name in options.workloads or WORKLOADS]
             rows += [*of_model, average_row(of_model, columns, f"{model_title(model)}, average")]
         sections.append(Section(gpu_title(device), columns, tuple(rows)))
     return sections
@@ -243,14 +225,12 @@ TABLE2 = PaperTable(
 MODEL17 = "gemma-3-1b-it"
 
 
-def _cell17(options: PaperOptions, device: str, workload: str, policy: str) -> RunSpec:
-    return table2_cell(options, device, MODEL17, workload, policy).changed(api_server=DEFAULT_CLASS)
-
-
 def _section17(options: PaperOptions, store: RunStore, device: str) -> Section:
     columns, rows = labels("workload") + policy_columns(POLICIES), []
     for workload in options.workloads or WORKLOADS:
-        ours = {p: figure(store, _cell17(options, device, workload, p), "request_throughput") for p in POLICIES}
+        cells = {p: table2_cell(options, device, MODEL17, workload, p) for p in POLICIES}
+        served = {p: cell.changed(api_server=DEFAULT_CLASS) for p, cell in cells.items()}
+        ours = {p: figure(store, cell, "request_throughput") for p, cell in served.items()}
         printed = {p: pick("table17_gemma_rps", p, gpu=gpu_title(device), workload=workload) for p in POLICIES}
         rows.append((WORKLOADS.get(workload, workload), *policy_row(printed, ours)))
     return Section(gpu_title(device), columns, (*rows, average_row(rows, columns, "Average")))
@@ -274,12 +254,6 @@ _CHUNK, _SEQS, _CONTEXT = 1024, 128, 1024
 
 def _table4_cell(options: PaperOptions, device: str, policy: str) -> RunSpec:
     return table2_cell(options, device, options.model(_MODEL4), _WORKLOAD4, policy)
-
-
-def _with_factor(options: PaperOptions, policy: str, factor: float) -> RunSpec:
-    """The cell on L40S with ``factor`` times the excess cost of mixed attention."""
-    cell = _table4_cell(options, WHAT_IF_DEVICE, policy)
-    return cell if factor == 1.0 else replace(cell, host=replace(DEFAULT_HOST, mixed_excess=factor))
 
 
 def _factors(options: PaperOptions) -> tuple[float, ...]:
@@ -321,7 +295,9 @@ def _what_if(options: PaperOptions, store: RunStore) -> Section:
     )  # fmt: skip
     rows: list[tuple[Value, ...]] = []
     for factor in _factors(options):
-        rates = {p: figure(store, _with_factor(options, p, factor), "request_throughput") for p in POLICIES[1:]}
+        host = None if factor == 1.0 else replace(DEFAULT_HOST, mixed_excess=factor)
+        cells = {p: replace(_table4_cell(options, WHAT_IF_DEVICE, p), host=host) for p in POLICIES[1:]}
+        rates = {p: figure(store, cell, "request_throughput") for p, cell in cells.items()}
         ratio = beside_a_prompt(WHAT_IF_DEVICE, options.model(_MODEL4), factor)
         gain = relative(rates["eb"], rates["v1"])
         rows.append((gpu_title(WHAT_IF_DEVICE), factor, ratio, rates["v1"], rates["eb"], gain))
@@ -381,7 +357,7 @@ def _bars(
             if printed is None:
                 continue
             where = {**printed.where, printed.x: x_title, "method": _PUBLISHED_NAMES[policy]}
-            if (value := pick(printed.table, column, "eb_vllm", **where)) is not None:
+            if (value := pick(f"eb_vllm/{printed.table}", column, **where)) is not None:
                 published.append({**bar, "source": "published", "value": value})
     names = [_POLICY_TITLES[policy] for policy in POLICIES]
     marks = ["published"] if published else []

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass
 
-from ebbench.errors import DataError
-from ebbench.installation import bundled_dir
 from ebbench.papers.protocols import ASYNC_SCHEDULING, VLLM, Protocol
 from ebbench.papers.published import GPUS
 from ebbench.spec.server import AUTO
@@ -64,13 +61,3 @@ class Case:
         """Whether the API server's time per token was set on this case, which is then fitted where it has one."""
         set_on = self.group in ("table 2 and figure 5", "authors' repetition") and self.name.endswith("ShareGPT")
         return set_on and self.device == "h200"
-
-
-def reference_rows(name: str) -> list[dict[str, str]]:
-    """Rows of a bundled reference CSV. Raises DataError if it is missing."""
-    path = bundled_dir("reference") / name
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file))
-    except OSError as error:
-        raise DataError(f"{path}: reference data cannot be read ({error.strerror}); reinstall ebbench") from None

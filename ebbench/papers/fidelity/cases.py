@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from ebbench.papers.eb.disaggregation import FIXED_THRESHOLD, TWO, two_gpus
@@ -20,7 +20,6 @@ from ebbench.papers.fidelity.case import (
     MODELS,
     Case,
     Published,
-    reference_rows,
 )
 from ebbench.papers.fidelity.cases_servers import gpustack, server_cases
 from ebbench.papers.protocols import (
@@ -33,7 +32,7 @@ from ebbench.papers.protocols import (
     synthetic_protocol,
     table3_protocol,
 )
-from ebbench.papers.published import best_sizes
+from ebbench.papers.published import best_sizes, rows
 from ebbench.spec.server import OFF
 
 CLIENT_LIMIT = "the authors' client gave requests up after 120 s, and message lengths were not published"
@@ -41,17 +40,8 @@ CLIENT_LIMIT = "the authors' client gave requests up after 120 s, and message le
 
 def all_cases() -> list[Case]:
     """All cases of the papers' tables and figures that a simulated device can repeat."""
-    papers = [
-        *table3(),
-        *real_workloads(),
-        *figure3(),
-        *figure4(),
-        *table13(),
-        *table6(),
-        *server_cases(),
-        *repetition(),
-    ]
-    return [*papers, *gpustack()]
+    papers = [*table3(), *real_workloads(), *figure3(), *figure4(), *table13(), *table6()]
+    return [*papers, *server_cases(), *repetition(), *gpustack()]
 
 
 WITHOUT = ", no API server"
@@ -74,7 +64,7 @@ def table3() -> Iterator[Case]:
     """Traffic levels and non-stationary traffic (table 3), Qwen3-8B on both GPUs."""
     units = {"total_tokens_per_s": "tokens_per_s", "ttft_s": "ttft_mean_s", "tpot_ms": "tpot_mean_ms"}
     cells: dict[tuple[str, str, str], list[Published]] = {}
-    for row in reference_rows("paper_tables/table3_traffic_and_nonstationary.csv"):
+    for row in rows("paper_tables/table3_traffic_and_nonstationary"):
         for scheduler in ("v1", "eb", "ebplus"):
             number = Published(units[row["metric"]], float(row[scheduler]), "table 3")
             cells.setdefault((row["scenario"], row["gpu"], scheduler), []).append(number)
@@ -92,10 +82,8 @@ def real_workloads() -> Iterator[Case]:
     Left out: v0, which was measured with a separate code base, and Gemma-3-1B-IT, which has no throughput in table 2
     and whose values in figure 5 the source marks as doubtful.
     """
-    latency = {
-        (r["gpu"], r["model"], r["workload"], r["method"]): r for r in reference_rows("eb_vllm/figure5_latency.csv")
-    }
-    for row in reference_rows("paper_tables/table2_throughput_rps.csv"):
+    latency = {(r["gpu"], r["model"], r["workload"], r["method"]): r for r in rows("eb_vllm/figure5_latency")}
+    for row in rows("paper_tables/table2_throughput_rps"):
         key = (row["gpu"], row["model"], row["workload"])
         note = CLIENT_LIMIT if row["workload"] == "WildChat" else ""
         for scheduler, method in (("v1", "v1"), ("eb", "Ours")):
@@ -115,7 +103,7 @@ def real_workloads() -> Iterator[Case]:
 
 def figure3() -> Iterator[Case]:
     """Fixed thresholds against the controller on H200 (figure 3): geometric output lengths, N = 1024."""
-    for row in reference_rows("eb_vllm/figure3_validation_grid.csv"):
+    for row in rows("eb_vllm/figure3_validation_grid"):
         workload = row["workload"]
         if row["method"] == "fixed_k_best":
             continue
@@ -143,7 +131,7 @@ def figure3() -> Iterator[Case]:
 UNIFORM = "the same point with uniform answers, which its published p99 fits"
 
 
-def _figure3_policy(row: dict[str, str]) -> tuple[str, str]:
+def _figure3_policy(row: Mapping[str, str]) -> tuple[str, str]:
     """The scheduler's name in the report, and the policy to run."""
     if row["method"] == "v1":
         return "v1", "v1"
@@ -154,7 +142,7 @@ def _figure3_policy(row: dict[str, str]) -> tuple[str, str]:
 
 def figure4() -> Iterator[Case]:
     """Synthetic mixes at each scheduler's best B and N (table 16), on both GPUs. v0 had a separate code base."""
-    for row in reference_rows("eb_vllm/figure4_synthetic_e2e.csv"):
+    for row in rows("eb_vllm/figure4_synthetic_e2e"):
         scheduler = {"v1": "v1", "Ours": "eb"}.get(row["method"])
         if scheduler is None:
             continue
@@ -178,7 +166,7 @@ def table13() -> Iterator[Case]:
     every threshold gives the same figure. Its Gamma workload is left out: its parameters are not legible in our copy.
     """
     base = real_protocol("sharegpt", "qwen3-8b", "eb", (TABLE13_BATCH, BUDGET))
-    for row in reference_rows("paper_tables/table13_theta_sweep_tokens_per_s.csv"):
+    for row in rows("paper_tables/table13_theta_sweep_tokens_per_s"):
         if row["workload"] != "ShareGPT":
             continue
         scheduler = "adaptive" if row["theta"] == "adaptive" else f"theta={row['theta']}"
@@ -191,7 +179,7 @@ def table13() -> Iterator[Case]:
 
 def table6() -> Iterator[Case]:
     """Prompts of 131,071 tokens on one RTX PRO 6000 (table 6)."""
-    for row in reference_rows(f"paper_tables/{TABLE6_ROWS}.csv"):
+    for row in rows(f"paper_tables/{TABLE6_ROWS}"):
         if row["model"] not in TABLE6_MODELS:
             continue
         for scheduler in ("v1", "eb"):
@@ -225,7 +213,7 @@ def table6() -> Iterator[Case]:
 # unknown length, WildChat (message lengths), B300, EB in figure 3 (its N is not clear), and the bests of a search over
 # B and N.
 
-REPETITION = "eb_repetition/h200.csv"
+REPETITION = "eb_repetition/h200"
 REPETITION_GROUP = "authors' repetition"
 DEVICE = "h200"
 SHIFT_REQUESTS = {"32": 500, "2048": 4000, "500": 2000}
@@ -235,7 +223,7 @@ MIXED_ONLY_MARGIN = 1e-4  # EB+ without the cost of mixed batches
 def repetition() -> Iterator[Case]:
     """The runs, each with its published numbers."""
     by_case: dict[tuple[str, str, str], list[Published]] = {}
-    for row in reference_rows(REPETITION):
+    for row in rows(REPETITION):
         number = Published(row["metric"], float(row["value"]), REPETITION_GROUP)
         by_case.setdefault((row["case"], row["model"], row["scheduler"]), []).append(number)
     for (case, model, scheduler), published in by_case.items():
@@ -254,21 +242,23 @@ def _fitted(case: str, model: str) -> bool:
 
 def _protocol(case: str, model: str, scheduler: str) -> Protocol:
     table, _, detail = case.partition(", ")
+    later = ebplus_as_run(DEVICE) if scheduler == "ebplus" else scheduler  # the policies of 2026-05-16
     if table == "table 2":
         sizes = best_sizes(DEVICE, scheduler, detail.lower(), model)
         lengths_of = "qwen3-30b-a3b" if detail == "ShareGPT" else model
         return real_protocol(detail.lower(), lengths_of, scheduler, sizes)
     if table == "table 3":
-        return replace(table3_protocol(detail, scheduler, DEVICE), policy=_later_policy(scheduler))
+        return replace(table3_protocol(detail, scheduler, DEVICE), policy=later)
     if table == "figure 3":
         return figure3_protocol(detail, scheduler)
     if table == "concurrency shift":
         concurrency = detail.removeprefix("c=")
         whole = table3_protocol("concurrency_shift", scheduler, DEVICE)
         plan = {**whole.plan, "num_prompts": SHIFT_REQUESTS[concurrency], "max_concurrency": int(concurrency)}
-        return replace(whole, plan=plan, policy=_later_policy(scheduler), concurrencies=())
+        return replace(whole, plan=plan, policy=later, concurrencies=())
     if table == "distribution shift":
-        return _distribution_shift(scheduler, earlier=bool(detail))
+        protocol, earlier = table3_protocol("distribution_shift", scheduler, DEVICE), bool(detail)
+        return replace(protocol, policy=_mixed_only()) if earlier and scheduler == "ebplus" else protocol
     if table == "table 19":
         protocol = two_gpus(TWO[scheduler], DEVICE, int(detail.removeprefix("c=")))
         mixed = scheduler.startswith("ebplus")
@@ -277,16 +267,6 @@ def _protocol(case: str, model: str, scheduler: str) -> Protocol:
     return long_context_protocol(policy, 32_768, 8, max_model_len=40_960)
 
 
-def _later_policy(scheduler: str) -> str:
-    """The policies of 2026-05-16."""
-    return ebplus_as_run(DEVICE) if scheduler == "ebplus" else scheduler
-
-
 def _mixed_only(**settings: float | bool) -> str:
     """EB+ before its costs were measured."""
     return ebplus_as_run(DEVICE, margin=MIXED_ONLY_MARGIN, **settings)
-
-
-def _distribution_shift(scheduler: str, *, earlier: bool) -> Protocol:
-    protocol = table3_protocol("distribution_shift", scheduler, DEVICE)
-    return replace(protocol, policy=_mixed_only()) if earlier and scheduler == "ebplus" else protocol

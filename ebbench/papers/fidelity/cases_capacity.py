@@ -21,16 +21,15 @@ from ebbench.analysis.columns import RequestColumns
 from ebbench.devices.base import Device
 from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
-from ebbench.papers.fidelity.case import reference_rows
+from ebbench.papers.fidelity.case import DEVICES
 from ebbench.papers.fidelity.runs import timed_plan
 from ebbench.papers.fidelity.scores import PublishedFigure
-from ebbench.papers.published import GPUS
+from ebbench.papers.published import rows
 from ebbench.spec.server import EngineOptions
 from vllm_eb.policy import parse_policy
 
-CAPACITY, LENGTHS = "systalyze/capacity.csv", "systalyze/lengths.csv"
+CAPACITY, LENGTHS = "systalyze/capacity", "systalyze/lengths"
 SOURCE = "Systalyze, capacity"
-DEVICES = {title: name for name, title in GPUS.items()}
 MODELS = {"Qwen3-32B": "qwen3-32b"}
 SIZES = (1024, 8192)  # N and B
 MAX_MODEL_LEN = 12_288
@@ -41,7 +40,7 @@ Row = Mapping[str, str]
 
 def capacity_cells() -> list[PublishedFigure]:
     """Every published capacity with ours."""
-    return [cell for row in reference_rows(CAPACITY) for cell in row_cells(row)]
+    return [cell for row in rows(CAPACITY) for cell in row_cells(row)]
 
 
 def row_cells(row: Row) -> Iterator[PublishedFigure]:
@@ -81,7 +80,7 @@ def capacity(row: Row, device: Device, seed: int) -> dict[str, float]:
 def rate_figures(row: Row, device: Device, rate: float, seed: int) -> dict[str, float]:
     """Duration from the first arrival to the last token (s), the part of it after the last arrival, output tokens/s."""
     options = EngineOptions(*SIZES, max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False, vllm_version=row["vllm"])
-    lengths = reference_rows(LENGTHS)
+    lengths = rows(LENGTHS)
     n = int(row["requests"])
     inputs, outputs = (
         np.array([float(lengths[i % len(lengths)][name]) for i in range(n)])

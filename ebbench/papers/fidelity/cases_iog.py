@@ -25,16 +25,16 @@ from ebbench.devices.base import Device, Parallel
 from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.installation import REFERENCE
-from ebbench.papers.fidelity.case import reference_rows
 from ebbench.papers.fidelity.runs import latencies, timed_plan
 from ebbench.papers.fidelity.scores import PublishedFigure
+from ebbench.papers.published import rows
 from ebbench.records.plan import Plan
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from ebbench.workloads.requests import Floats
 from vllm_eb.policy import parse_policy
 
-IOG = "iog/serving.csv"
+IOG = "iog/serving"
 SOURCE = "IOG"
 DEVICE, VLLM = "rtx-4090", "0.8.5"
 MODELS = {
@@ -60,7 +60,7 @@ def iog_cells(seeds: Sequence[int] = SEEDS) -> list[PublishedFigure]:
 def sessions() -> list[list[Row]]:
     """The runs of each server, in the order in which they were made."""
     by_session: dict[tuple[str, str], list[Row]] = {}
-    for row in reference_rows(IOG):
+    for row in rows(IOG):
         by_session.setdefault((row["model"], row["gpus"]), []).append(row)
     return list(by_session.values())
 

@@ -6,6 +6,7 @@ Their tokens: of the memory printed, so that only the layout of the cache is sco
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ebbench.config.declare import DEFAULT_VLLM
@@ -14,10 +15,10 @@ from ebbench.devices.capacity import kv_capacity_tokens, layout_with
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.profiles import DeviceProfile, find_model
 from ebbench.installation import bundled_dir
-from ebbench.papers.fidelity.case import reference_rows
 from ebbench.papers.fidelity.scores import PublishedFigure
+from ebbench.papers.published import rows
 
-STARTS, TOKENS = "kv_cache/starts.csv", "kv_cache/tokens.csv"
+STARTS, TOKENS = "kv_cache/starts", "kv_cache/tokens"
 MODELS = bundled_dir("reference") / "kv_cache" / "models"
 SOURCE, LAYOUTS = "KV cache at the start", "KV cache in tokens"
 
@@ -29,35 +30,30 @@ def kv_cells() -> list[PublishedFigure]:
     """
     return [
         PublishedFigure(
-            SOURCE, "several", row["model"], _name(row), "v1", "kv_gib", float(row["kv_gib"]), kv_gib(row),
-            fitted=row["used"] == "yes",
+            SOURCE, "several", row["model"], f"{row['gpu']}, tp={row['tp']}, vLLM {row['vllm']}, {row['utilization']}",
+            "v1", "kv_gib", float(row["kv_gib"]), kv_gib(row), fitted=row["used"] == "yes",
         )
-        for row in reference_rows(STARTS)
+        for row in rows(STARTS)
     ] + [
         PublishedFigure(
-            LAYOUTS, "several", row["model"], f"{_tokens_name(row)}", "v1", "kv_tokens", float(row["tokens"]),
+            LAYOUTS, "several", row["model"], _tokens_name(row), "v1", "kv_tokens", float(row["tokens"]),
             kv_tokens(row),
         )
-        for row in reference_rows(TOKENS)
+        for row in rows(TOKENS)
     ]  # fmt: skip
 
 
-def _name(row: dict[str, str]) -> str:
-    return f"{row['gpu']}, tp={row['tp']}, vLLM {row['vllm']}, {row['utilization']}"
-
-
-def _tokens_name(row: dict[str, str]) -> str:
+def _tokens_name(row: Mapping[str, str]) -> str:
     version = row["vllm"] and f", vLLM {row['vllm']}"
     return f"{row['gpu']}, tp={row['tp']}{version}, {row['kv_gib']} GiB, KV {row['kv_cache_dtype']}"
 
 
 def _model(name: str) -> ModelGeometry:
-    """A bundled model, or one whose shape is stored beside the starts."""
     stored = MODELS / name
     return find_model(str(stored) if stored.is_dir() else name)
 
 
-def kv_tokens(row: dict[str, str]) -> float:
+def kv_tokens(row: Mapping[str, str]) -> float:
     """Tokens of the printed memory by our layout, as vLLM counts them."""
     model = replace(_model(row["model"]), positions=int(row["max_model_len"]))
     model = quantised(model, None, row["kv_cache_dtype"]).with_drafter(int(row["drafter_layers"]))
@@ -72,7 +68,7 @@ def kv_tokens(row: dict[str, str]) -> float:
     return layout.tokens_of(int(memory_bytes // layout.block_bytes))
 
 
-def kv_gib(row: dict[str, str]) -> float:
+def kv_gib(row: Mapping[str, str]) -> float:
     """Our estimate for a start of the table, in GiB per GPU."""
     memory_bytes = int(float(row["memory_gib"]) * 2**30)
     gpu = DeviceProfile(row["gpu"], row["gpu"], memory_bytes, 1.0, 1.0, "printed at the start")  # rates are not used

@@ -13,13 +13,13 @@ from ebbench.devices.profiles import find_model, find_profile
 from ebbench.errors import UsageError
 from ebbench.installation import REFERENCE
 from ebbench.papers.eb.disaggregation import FOUR, TWO, four_gpus, two_gpus
-from ebbench.papers.fidelity.case import CONNECTOR_SETTING, DEVICES, Case, Published, reference_rows
+from ebbench.papers.fidelity.case import CONNECTOR_SETTING, DEVICES, Case, Published
 from ebbench.papers.protocols import Protocol, real_protocol
-from ebbench.papers.published import WORKLOADS, best_sizes
+from ebbench.papers.published import WORKLOADS, best_sizes, rows
 
-SERVERS = "servers/vllm.csv"
+SERVERS = "servers/vllm"
 GROUP = "servers"
-SILICON = "silicon/vllm_dense.csv"
+SILICON = "silicon/vllm_dense"
 SILICON_FITTED = ("4", "1024")  # the points on which the host constants of the H100 are fitted
 SILICON_BUDGET, SILICON_SEQS = 8192, 256  # vLLM's defaults for a server on these GPUs; the engine arguments are unknown
 DEFAULT_SEQS = 1024  # vLLM's default for a server on these GPUs, where a source sets none
@@ -49,7 +49,7 @@ def measured_servers() -> Iterator[Case]:
     ``constant`` load has exponential gaps, scaled to the stage's duration); three runs repeat recorded requests.
     Settings were fixed before the first run of ours by the source's own arguments.
     """
-    for row in reference_rows(SERVERS):
+    for row in rows(SERVERS):
         single = row["topology"] == "tp=1"
         topology = None if single else parse_topology(row["topology"])
         seqs = int(row["max_num_seqs"] or DEFAULT_SEQS)
@@ -68,11 +68,7 @@ def _server_name(row: Mapping[str, str]) -> str:
     load = f"{row['requests_per_s']}/s" if row["requests_per_s"] else f"c={row['concurrency']}"
     limit = f", N={row['max_num_seqs']}" if row["requests_per_s"] else ""
     shared = ", shared prefix" if row["prefix_share"] else ""
-    return (
-        f"{row['topology']}, {lengths}, {load}{limit}{shared}"
-        if row["input_tokens"]
-        else f"{row['topology']}, {lengths}"
-    )
+    return f"{row['topology']}, {lengths}" + (f", {load}{limit}{shared}" if row["input_tokens"] else "")
 
 
 def _server_plan(row: Mapping[str, str]) -> dict[str, str | int | float]:
@@ -83,10 +79,8 @@ def _server_plan(row: Mapping[str, str]) -> dict[str, str | int | float]:
         "num_prompts": int(row["prompts"]), "max_concurrency": int(row["concurrency"]),
     }  # fmt: skip
     if row["spread"]:
-        return {
-            "workload": f"{REFERENCE}workloads/inferencex-{row['input_tokens']}-{row['output_tokens']}.toml",
-            **load,
-        }
+        lengths = f"{row['input_tokens']}-{row['output_tokens']}"
+        return {"workload": f"{REFERENCE}workloads/inferencex-{lengths}.toml", **load}
     shared = {"prefix_share": float(row["prefix_share"])} if row["prefix_share"] else {}
     return {
         "workload": "balanced", "input_len": int(row["input_tokens"]), "output_len": int(row["output_tokens"]),
@@ -120,7 +114,7 @@ def silicon() -> Iterator[Case]:
     the run (for Llama-3.1-8B on one H200 95,000 prompt tokens/s, 1.5 of 2.0 PFLOP/s, in addition to decoding), so they
     are not closed loops of one engine.
     """
-    for row in reference_rows(SILICON):
+    for row in rows(SILICON):
         if row["model"] != "Qwen/Qwen3-32B" or row["precision"] == "fp8":
             continue
         tp, inputs, outputs = row["tp"], row["input_tokens"], row["output_tokens"]
@@ -144,7 +138,7 @@ def silicon() -> Iterator[Case]:
 
 def table17() -> Iterator[Case]:
     """Gemma-3-1B-IT on real workloads (table 17); v0 was measured with another code base and is left out."""
-    for row in reference_rows("paper_tables/table17_gemma_rps.csv"):
+    for row in rows("paper_tables/table17_gemma_rps"):
         if row["workload"] == "wildchat":
             continue  # message lengths were not published
         for scheduler in ("v1", "eb"):
@@ -161,7 +155,7 @@ def table17() -> Iterator[Case]:
 def table19() -> Iterator[Case]:
     """Two GPUs: replicas and one prefill with one decode server (table 19)."""
     cells: dict[tuple[str, str, str], list[Published]] = {}
-    for row in reference_rows("paper_tables/table19_two_gpu.csv"):
+    for row in rows("paper_tables/table19_two_gpu"):
         for setting in TWO:
             if row.get(setting):
                 number = _published(row["metric"], row[setting], "table 19")
@@ -185,7 +179,7 @@ def table20() -> Iterator[Case]:
     A setting that ran out of memory in print has no figures to score; it is repeated since it cannot be the fastest.
     """
     cells: dict[tuple[str, str, str, str], list[Published]] = {}
-    for row in reference_rows("paper_tables/table20_four_gpus.csv"):
+    for row in rows("paper_tables/table20_four_gpus"):
         figures = cells.setdefault((row["gpu"], row["workload"], row["concurrency"], row["setting"]), [])
         if row["value"]:
             figures.append(_published(row["metric"], row["value"], "table 20"))
@@ -229,7 +223,7 @@ def table20() -> Iterator[Case]:
 # - The FP8 weights of Qwen3-235B-A22B have one scale per block. Ours had one per tensor (``--quantization fp8``), whose
 #   tables of experts are 2.5 times slower.
 
-GPUSTACK = "gpustack/vllm_serve.csv"
+GPUSTACK = "gpustack/vllm_serve"
 GPUSTACK_GROUP = "gpustack"
 GPUSTACK_MODELS = {
     "Qwen/Qwen3-8B": "qwen3-8b", "Qwen/Qwen3-14B": "qwen3-14b", "Qwen/Qwen3-32B": "qwen3-32b",
@@ -248,7 +242,7 @@ TEMPLATE_TOKENS = 8
 
 def gpustack() -> Iterator[Case]:
     """All published vLLM runs that a simulated device can repeat: without the pipeline of two GPUs and static FP8."""
-    for row in reference_rows(GPUSTACK):
+    for row in rows(GPUSTACK):
         if row["precision"] in PRECISIONS and "-pp" not in row["serve_arguments"]:
             yield _gpustack_case(row)
 

@@ -65,7 +65,10 @@ def pictures(cells: Sequence[PublishedFigure], out: Path) -> list[Path]:
     alt, written = altair(), []
     for name, metrics, title in PICTURES:
         rows = [
-            _point(cell) for cell in cells if cell.metric in metrics and cell.scored and not is_variant(cell.source)
+            {name: getattr(cell, name) for name in ("published", "ours", "error", "source", "device")}
+            | {"kind": "fitted" if cell.fitted else "predicted"}
+            for cell in cells
+            if cell.metric in metrics and cell.scored and not is_variant(cell.source)
         ]
         if rows:
             path = out / f"{name}.svg"
@@ -82,16 +85,7 @@ PICTURES = (
 SOURCES = ("table 3", "table 2", "figure 5", "figure 3", "RTX 4090 run")  # the same colours in every picture
 
 
-def _point(cell: PublishedFigure) -> dict[str, Any]:
-    kind = "fitted" if cell.fitted else "predicted"
-    return {
-        "published": cell.published, "ours": cell.ours, "error": cell.error,
-        "source": cell.source, "device": cell.device, "kind": kind,
-    }  # fmt: skip
-
-
 def _scale(altair: Any, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> Any:
-    """A logarithmic scale that covers the values."""
     values = [row[name] for row in rows for name in names]
     return altair.Scale(type="log", domain=[min(values) * 0.8, max(values) * 1.2], nice=False)
 

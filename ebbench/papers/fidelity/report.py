@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from math import isnan
@@ -37,7 +38,6 @@ from ebbench.records import files
 from ebbench.render.documents import section_lines
 from ebbench.runs.store import RunStore, with_progress
 from ebbench.spec.run import RunSpec
-from ebbench.spec.server import HostCosts
 
 REPEATED = "table 3"  # single runs vary more than its differences, and its runs are short
 # The tables of the fidelity report as sections of a document.
@@ -114,12 +114,6 @@ def decided(groups: Mapping[str, Sequence[Decisions]]) -> Section:
     return Section("", columns, rows)
 
 
-def _workers(host: HostCosts) -> str:
-    if not host.workers_step_s and not host.workers_sequence_s:
-        return ""
-    return f"{host.workers_step_s * 1e3:.2f} ms, {host.workers_sequence_s * 1e6:.1f} us"
-
-
 def constants() -> Section:
     """The constants of each device, with their source."""
     columns = (
@@ -131,10 +125,15 @@ def constants() -> Section:
         *labels("source"),
     )
     rows = tuple(
-        (f"{name} ({model})", host.step_s, host.sequence_s, _workers(host), host.mixed_excess, host.source)
+        (
+            f"{name} ({model})", host.step_s, host.sequence_s,
+            f"{host.workers_step_s * 1e3:.2f} ms, {host.workers_sequence_s * 1e6:.1f} us"
+            if host.workers_step_s or host.workers_sequence_s else "",
+            host.mixed_excess, host.source,
+        )
         for name in list_devices()
         for model, host in find_profile(name).host.items()
-    )
+    )  # fmt: skip
     return Section("", columns, rows)
 
 
@@ -399,11 +398,7 @@ def _front_page(
 
 
 def _page(
-    page: Page,
-    cells: Sequence[PublishedFigure],
-    rows: Sequence[Row],
-    before: Mapping[str, Row],
-    out: Path,
+    page: Page, cells: Sequence[PublishedFigure], rows: Sequence[Row], before: Mapping[str, Row], out: Path
 ) -> Iterator[str]:
     yield f"# {page.title}\n"
     yield f"Written by `ebbench fidelity`; all sources stand on [the front page]({FRONT_PAGE}).\n"
@@ -418,10 +413,7 @@ def _page(
     for source in dict.fromkeys(cell.source for cell in cells):
         yield f"\n## {source}\n"
         chosen = [cell for cell in cells if cell.source == source]
-        if source == "calibration":
-            yield from _lines(step_times(chosen))
-        else:
-            yield from _lines(published_and_ours(chosen))
+        yield from _lines((step_times if source == "calibration" else published_and_ours)(chosen))
         if source in ("table 2", "table 3"):
             yield ""
             yield from _lines(gains(chosen))
@@ -440,19 +432,14 @@ def collect(
     groups: tuple[str, ...], seed: int, repeats: int, runs: Path, workers: int | None, tell: Callable[[str], None]
 ) -> list[PublishedFigure]:
     """Make the runs of these groups, and compare every published figure with ours; ``tell`` gets a line per case."""
-    cells: list[PublishedFigure] = []
-    if "replay" in groups:
-        cells += replay_cells()
-    if "kv cache" in groups:
-        cells += kv_cells()
-    if "iog" in groups:
-        cells += iog_cells()
-    if "capacity" in groups:
-        cells += capacity_cells()
+    others = {"replay": replay_cells, "kv cache": kv_cells, "iog": iog_cells, "capacity": capacity_cells}
+    cells = [cell for group, make in others.items() if group in groups for cell in make()]
     cases = [case for case in all_cases() if case.group in groups]
-    compared = list(engine_alone(cases))
-    say = _progress_lines(len(cases) + len(compared), tell)
-    store = RunStore(runs)
+    cases += engine_alone(cases)
+    store, done = RunStore(runs), itertools.count(1)
+
+    def say(text: str) -> None:
+        tell(f"[{next(done)}/{len(cases)}] {text}")
 
     def figures(run: RunSpec) -> Mapping[str, Any]:
         measured = store.get(run)
@@ -461,21 +448,9 @@ def collect(
 
     for repeated, count in ((True, repeats), (False, 1)):
         chosen = [case for case in cases if (case.group == REPEATED) is repeated]
-        chosen += [case for case in compared if (case.group == REPEATED) is repeated]
         wanted = runs_of_cases(chosen, seed, count)
         with_progress("published runs", wanted, store, whole=False, workers=workers, quiet=False)
         cells += cells_of(chosen, figures, say, seed, count)
     if "calibration" in groups:
         cells += calibration_cells()
     return cells
-
-
-def _progress_lines(total: int, tell: Callable[[str], None]) -> Callable[[str], None]:
-    done = 0
-
-    def say(text: str) -> None:
-        nonlocal done
-        done += 1
-        tell(f"[{done}/{total}] {text}")
-
-    return say

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isnan
 from typing import Any
 
@@ -25,10 +25,11 @@ from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import find_model, find_profile, list_models
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import RunError
-from ebbench.papers.fidelity.case import FIT_ROWS, Case, reference_rows
+from ebbench.papers.fidelity.case import FIT_ROWS, Case
 from ebbench.papers.fidelity.cases import table3
 from ebbench.papers.fidelity.scores import PublishedFigure
 from ebbench.papers.protocols import protocol_cells
+from ebbench.papers.published import rows
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
 from ebbench.runs.execute import Task, make
@@ -39,7 +40,7 @@ from vllm_eb.policy import parse_policy
 
 Say = Callable[[str], None]
 DIED = "our run ended in an out-of-memory error of the receiving store, the published one did not"
-REPLAY = "llmservingsim/rtx4090_llama31_8b.csv"
+REPLAY = "llmservingsim/rtx4090_llama31_8b"
 
 
 def run_cases(
@@ -74,13 +75,9 @@ def case_runs(case: Case, seed: int, host: HostCosts | None = None) -> tuple[Run
 
 
 def cells_of(
-    cases: Iterable[Case],
-    figures: Callable[[RunSpec], Mapping[str, Any]],
-    say: Say,
-    seed: int,
-    repeats: int = 1,
+    cases: Iterable[Case], figures: Callable[[RunSpec], Mapping[str, Any]], say: Say, seed: int, repeats: int = 1,
     host: HostCosts | None = None,
-) -> list[PublishedFigure]:
+) -> list[PublishedFigure]:  # fmt: skip
     """The cells of cases whose runs exist. ``figures`` returns those of a run under a summary's keys."""
     cells: list[PublishedFigure] = []
     for case in cases:
@@ -88,26 +85,22 @@ def cells_of(
         seeds = [list(map(_values, runs)) for runs in made]
         fitted = case.fitted or (case.sets_token_time and any(run.get(API_SERVER) for runs in made for run in runs))
         ours = {name: _mean([_mean([run[name] for run in runs]) for runs in seeds]) for name in METRICS}
-        said = dict.fromkeys(code for run in made[0] for code in _codes(run))
+        told = (caveat for run in made[0] for caveat in run.get("warnings") or () if isinstance(caveat, Mapping))
+        codes = tuple(dict.fromkeys(caveat["code"] for caveat in told))
         cells += [
             PublishedFigure(
                 number.source, case.device, case.model, case.name, case.scheduler, number.metric, number.value,
                 ours[number.metric], fitted, number.scored and not isnan(ours[number.metric]),
                 (case.refused or DIED) if isnan(ours[number.metric]) and not isnan(number.value) else number.note,
-                tuple(said),
+                codes,
             )
             for number in case.published
         ]  # fmt: skip
-        first = next(cell for cell in cells[-len(case.published) :])
+        first = cells[-len(case.published)]
         what = f"{case.device} {case.model} {case.name} {case.scheduler}"
         error = first.note if first.failed else f"{first.error:+.1%}"
         say(f"{first.source}: {what}: {first.metric} {error}")
     return cells
-
-
-def _codes(figures: Mapping[str, Any]) -> Iterator[str]:
-    """Codes of the caveats among the figures of a run."""
-    return (told["code"] for told in figures.get("warnings") or () if isinstance(told, Mapping))
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -129,11 +122,9 @@ METRICS = tuple(_KEYS)
 
 def _values(figures: Mapping[str, Any]) -> Mapping[str, float]:
     """Figures by name, NaN if undefined or if the run ended with a full KV store."""
-    scaled = {}
-    for name, (key, scale) in _KEYS.items():
-        value = None if figures.get("dead") else figures.get(key)
-        scaled[name] = float("nan") if value is None else float(value) * scale
-    return scaled
+    known = {} if figures.get("dead") else figures
+    scaled = {name: (known.get(key), scale) for name, (key, scale) in _KEYS.items()}
+    return {name: float("nan") if value is None else float(value) * scale for name, (value, scale) in scaled.items()}
 
 
 # --- the real run, replayed ------------------------------------------------------------------------------------
@@ -141,12 +132,12 @@ def _values(figures: Mapping[str, Any]) -> Mapping[str, float]:
 
 def replay_cells() -> list[PublishedFigure]:
     """The measured vLLM run on an RTX 4090, request by request; no constant was fitted on it."""
-    rows = reference_rows(REPLAY)
-    columns = {name: np.array([float(row[name]) for row in rows]) for name in rows[0] if name != "request_id"}
+    replayed = rows(REPLAY)
+    columns = {name: np.array([float(row[name]) for row in replayed]) for name in replayed[0] if name != "request_id"}
     # Arrivals use the client's clock, everything else the engine's: the fastest hand-over aligns the two.
     arrival = columns["arrival_time"] + (columns["queued_ts"] - columns["arrival_time"]).min()
     measured = latencies(arrival, columns["first_token_ts"], columns["last_token_ts"], columns["output_toks"])
-    n = len(rows)
+    n = len(replayed)
     plan = timed_plan(
         arrival - arrival.min(), columns["input_toks"], columns["output_toks"], np.arange(n) + 1, ["replay"] * n
     )
@@ -225,25 +216,16 @@ def calibration_cells() -> list[PublishedFigure]:
                 continue
             cost = load_device(name, model, async_scheduling=False, eager=True).cost
             odd = "the source's coefficients are doubtful for this model" if model == "mistral-7b" else ""
-            for seqs in DECODE_SEQS:
-                line = published.alpha_d + published.beta_d * seqs
-                ours = cost.step_s(decode_shape(seqs, DECODE_CONTEXT_TOKENS))
-                launched = name == "h200" and seqs == DECODE_SEQS[0]
-                cells.append(_step_cell(name, model, f"decode of {seqs}", line, ours, odd, fitted=launched))
-            for tokens in PREFILL_TOKENS:
-                line = published.alpha_p + published.beta_p * tokens
-                cells.append(
-                    _step_cell(name, model, f"prefill of {tokens}", line, cost.step_s(prefill_shape(tokens)), "")
-                )
+            alpha, beta, context = published.alpha_d, published.beta_d, DECODE_CONTEXT_TOKENS
+            times_s = [(f"decode of {n}", alpha + beta * n, decode_shape(n, context), odd) for n in DECODE_SEQS]
+            alpha, beta = published.alpha_p, published.beta_p
+            times_s += [(f"prefill of {n}", alpha + beta * n, prefill_shape(n), "") for n in PREFILL_TOKENS]
+            cells += [
+                PublishedFigure("calibration", name, model, case, "", "step_ms", line * 1e3, cost.step_s(shape) * 1e3,
+                                name == "h200" and case == f"decode of {DECODE_SEQS[0]}", not note, note)
+                for case, line, shape, note in times_s
+            ]  # fmt: skip
     return cells
-
-
-def _step_cell(
-    device: str, model: str, case: str, published_s: float, ours_s: float, note: str, *, fitted: bool = False
-) -> PublishedFigure:
-    return PublishedFigure(
-        "calibration", device, model, case, "", "step_ms", published_s * 1e3, ours_s * 1e3, fitted, not note, note
-    )
 
 
 # Fits a device's three free constants on the rows of table 3 at c = 32 and 512 only.
@@ -264,7 +246,8 @@ ROUNDS = 4
 
 def fit_host(device: str, say: Say, seed: int = 0) -> HostCosts:
     """The fitted constants of one device, from Qwen3-8B's rows."""
-    cases = [case for case in table3() if case.device == device and _used(case)]
+    used = {("v1", name) for name in FIT_ROWS} | {("eb", "c=512")}
+    cases = [case for case in table3() if case.device == device and (case.scheduler, case.name) in used]
 
     def residuals(x: Array) -> Array:
         cells = run_cases(cases, seed, lambda _: None, _host(x))
@@ -272,10 +255,6 @@ def fit_host(device: str, say: Say, seed: int = 0) -> HostCosts:
         return np.log([cell.ours / cell.published for cell in chosen])
 
     return _host(_gauss_newton(residuals, say))
-
-
-def _used(case: Case) -> bool:
-    return case.name in FIT_ROWS and (case.scheduler == "v1" or (case.scheduler == "eb" and case.name == "c=512"))
 
 
 def _host(x: Array) -> HostCosts:

@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import isnan
 from pathlib import Path
 from statistics import median
 
+import msgspec
 import numpy as np
 
 from ebbench.devices.profiles import find_model, list_models
@@ -80,18 +80,12 @@ def _winners(cells: Iterable[PublishedFigure]) -> list[float]:
     for cell in cells:
         if cell.metric in THROUGHPUT and cell.scheduler not in SCHEDULERS and (cell.scored or cell.failed):
             cases.setdefault(cell.row, []).append(cell)
-    return [_right(case) for case in cases.values() if len(case) > 1]
-
-
-def _right(case: Sequence[PublishedFigure]) -> float:
-    published, ours = ([_rate(getattr(cell, which)) for cell in case] for which in ("published", "ours"))
-    fastest = [theirs for theirs, our in zip(published, ours, strict=True) if our == max(ours)]
-    return sum(rate >= (1.0 - GAP) * max(published) for rate in fastest) / len(fastest)
-
-
-def _rate(rate: float) -> float:
-    """0 for a run that ended without a rate."""
-    return 0.0 if isnan(rate) else rate
+    right = []
+    for case in (case for case in cases.values() if len(case) > 1):
+        # A run that ended without a rate counts as 0.
+        published, ours = (np.nan_to_num([getattr(cell, which) for cell in case]) for which in ("published", "ours"))
+        right.append(float((published[ours == ours.max()] >= (1.0 - GAP) * published.max()).mean()))
+    return right
 
 
 def losses(rows: Iterable[Row], before: Mapping[str, Row]) -> list[str]:
@@ -163,10 +157,5 @@ def save(rows: Iterable[Row], path: Path) -> None:
 
 def load(path: Path) -> dict[str, Row]:
     """The rows of a committed file by key; empty without a file."""
-    if not path.is_file():
-        return {}
-    rows = [
-        Row(**{**raw, "errors": {name: tuple(pair) for name, pair in raw["errors"].items()}})
-        for raw in json.loads(path.read_text(encoding="utf-8"))
-    ]
+    rows = msgspec.json.decode(path.read_bytes(), type=list[Row]) if path.is_file() else []
     return {row.key: row for row in rows}
