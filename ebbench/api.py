@@ -377,7 +377,7 @@ def run(
         asked = asked_for(str(workload), _of_keywords(run, settings, policies))
         stored = "output_dir" in asked
         if not stored:
-            asked["output_dir"] = str(_temporary() / "runs")
+            asked["output_dir"] = str(Path(tempfile.mkdtemp(dir=_temporary_root())) / "runs")
         series, output = series_and_output(asked)
         done = MadeRuns()
         try:
@@ -509,15 +509,13 @@ def _of_keywords(
     """The settings of a function, checked, with ``policies`` under the name that files have."""
     known = {*inspect.signature(function).parameters}
     known |= {"policy"} if "policies" in known else set()
-    return of_keywords(_with_policies(settings, policies), known, table)
-
-
-def _with_policies(settings: Mapping[str, Any], policies: Sequence[str] | str | None) -> dict[str, Any]:
     given = dict(settings)
     if policies is not None and given.get("policy") is not None:
         raise UsageError("policies and policy are one setting; give one of them")
     chosen = given.pop("policy", None) if policies is None else policies
-    return given if chosen is None else {**given, "policy": [chosen] if isinstance(chosen, str) else list(chosen)}
+    if chosen is not None:
+        given["policy"] = [chosen] if isinstance(chosen, str) else list(chosen)
+    return of_keywords(given, known, table)
 
 
 def _several(value: Sequence[Any] | str | float | None) -> Sequence[Any] | None:
@@ -545,11 +543,6 @@ def _temporary_root() -> Path:
     root = Path(tempfile.mkdtemp(prefix="ebbench-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     return root
-
-
-def _temporary() -> Path:
-    """A new directory that exists until Python ends."""
-    return Path(tempfile.mkdtemp(dir=_temporary_root()))
 
 
 def _say_kept(done: MadeRuns, error: BaseException) -> None:

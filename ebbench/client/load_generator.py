@@ -242,15 +242,6 @@ async def _made_ready(
     return _Ready(served, version, load, reset)
 
 
-async def _nodes(
-    stack: AsyncExitStack, url: ServerUrl, options: ClientOptions, environ: Mapping[str, str]
-) -> Sequence[ClientNode]:
-    """One client on each node of a Ray cluster; they end with ``stack``."""
-    from ebbench.client.nodes import client_nodes
-
-    return await stack.enter_async_context(client_nodes(str(url), options, environ))
-
-
 async def _drive(
     url: ServerUrl,
     plan: Plan,
@@ -265,7 +256,11 @@ async def _drive(
     async with AsyncExitStack() as stack:
         interrupts = Interrupts()
         stack.enter_context(interrupts.signals)
-        nodes = await _nodes(stack, url, options, environ) if options.on_nodes else None
+        nodes = None
+        if options.on_nodes:
+            from ebbench.client.nodes import client_nodes
+
+            nodes = await stack.enter_async_context(client_nodes(str(url), options, environ))
         server = await stack.enter_async_context(ServerQueries(url, options, environ))
         ready = await _made_ready(server, url, plan, options, environ)
         part, made_up = PlanPart(np.arange(len(plan)), table, ready.load), ready.served.made_up

@@ -264,7 +264,10 @@ class NodeSenders:
         first = 0
         for sender in self.sending:
             sender.first_worker, first = first, first + sender.workers
-            sender.before = await self._offset(sender)
+            try:
+                sender.before = await self._clock(sender)
+            except CallFailedError as error:
+                raise RunError(f"client node {sender.node.address} was lost before the start ({error})") from None
 
     async def begin(self, start_ns: int) -> None:
         """See LocalSenders."""
@@ -351,12 +354,6 @@ class NodeSenders:
             raise RunError(f"client node {sender.node.address} was lost before the start ({error})") from None
         if problem is not None:
             raise RunError(f"client node {sender.node.address}: {problem}")
-
-    async def _offset(self, sender: Sending) -> ClockOffset:
-        try:
-            return await self._clock(sender)
-        except CallFailedError as error:
-            raise RunError(f"client node {sender.node.address} was lost before the start ({error})") from None
 
     async def _clock(self, sender: Sending) -> ClockOffset:
         return await measured_offset(lambda: await_result(sender.node.actor.clock.remote(), SILENT_S))

@@ -289,19 +289,14 @@ class ReleaseSchedule:
         if memory[_STOPPED] or number >= self.sessions:
             return NEVER
         if self.arrivals is None:
-            opening_ns, freed_ns = self._slot_times()
+            # When the next slot opens, and when the next freed slot became free; NEVER if there is none.
+            opening_ns = memory[_OPENING] if memory[_UNOPENED] > 0 else NEVER
+            freed_ns = memory[_HEADER + memory[_USED]] if memory[_USED] < memory[_ENDS] else NEVER
             return freed_ns if opening_ns == NEVER or (freed_ns != NEVER and freed_ns < opening_ns) else opening_ns
         limit = self.slots.limit(number)
         if limit is not None and memory[_OPEN] >= limit:
             return NEVER
         return memory[_START] + self.arrivals.arrival_ns[number]
-
-    def _slot_times(self) -> tuple[int, int]:
-        """When the next slot opens, and when the next freed slot became free; NEVER if there is none."""
-        memory = self.memory
-        opening_ns = memory[_OPENING] if memory[_UNOPENED] > 0 else NEVER
-        freed_ns = memory[_HEADER + memory[_USED]] if memory[_USED] < memory[_ENDS] else NEVER
-        return opening_ns, freed_ns
 
     def _use_slot(self, time_ns: int) -> None:
         memory = self.memory

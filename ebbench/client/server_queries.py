@@ -577,10 +577,6 @@ POLICY = "policy"
 _POLICY_INFO, _CACHE_INFO = "vllm_eb_info", "vllm:cache_config_info"
 
 
-def _truth(text: str) -> bool:
-    return {"True": True, "False": False}[text]
-
-
 def _count(text: str) -> int | None:
     return whole_number(finite_number(text), at_least=1, at_most=2**53)
 
@@ -590,7 +586,7 @@ _OF_CACHE: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "block_size": ("block_size", _count),
     "kv_cache_size_tokens": ("kv_cache_tokens", _count),
     "cache_dtype": ("kv_cache_dtype", str),
-    "enable_prefix_caching": ("enable_prefix_caching", _truth),
+    "enable_prefix_caching": ("enable_prefix_caching", {"True": True, "False": False}.__getitem__),
     "gpu_memory_utilization": ("gpu_memory_utilization", finite_number),
 }
 """vLLM's labels, with our names and types of their values."""

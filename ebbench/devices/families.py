@@ -173,10 +173,6 @@ def _kimi(v: ConfigValues, layers: int) -> Kinds:
     return [FULL if layer + 1 in full else LINEAR for layer in range(layers)]
 
 
-def _groups(v: ConfigValues, layers: int) -> Kinds:
-    return every(v.number("layer_group_size"), otherwise=LINEAR)(v, layers)
-
-
 def _all(kind: str) -> Pattern:
     return lambda v, layers: [kind] * layers
 
@@ -204,10 +200,6 @@ def _four_times(v: ConfigValues) -> int:
     expansion = v.get("expansion_ratio")
     wide = v.number("intermediate_size", default=0)
     return wide or (expansion if isinstance(expansion, int) else 4) * v.number("hidden_size")
-
-
-def _learned_positions(v: ConfigValues) -> int:
-    return v.number("n_positions", "max_position_embeddings", default=0) * v.number("hidden_size")
 
 
 def _per_layer_inputs(v: ConfigValues) -> int:
@@ -273,7 +265,10 @@ GRANITE_HYBRID = Family(layers=MAMBA_ATTENTION, experts=True,
                         pattern=_listed_full("attn_layer_indices", otherwise=LINEAR),
                         dense_width=("shared_intermediate_size",), understood=("intermediate_size",))  # fmt: skip
 EXAONE4 = Family(pattern=lettered, qk_norm=True)
-GPT2 = Family(mlp_matrices=2, tied=True, width=_four_times, others=_learned_positions)
+GPT2 = Family(
+    mlp_matrices=2, tied=True, width=_four_times,
+    others=lambda v: v.number("n_positions", "max_position_embeddings", default=0) * v.number("hidden_size"),
+)  # fmt: skip
 LFM2 = Family(layers={FULL: (softmax(),), CONV: (short_conv,)}, tied=True, width=_lfm2, qk_norm=True,
               pattern=_listed_full("full_attn_idxs", otherwise=CONV),
               defaults={"intermediate_size": 12288})  # fmt: skip
@@ -460,7 +455,8 @@ FAMILIES: Mapping[str, Family] = {
     "param2moe": replace(BAILING, defaults=_ONE_SHARED, wide_router=True),
     "sarvam_mla": replace(DEEPSEEK, defaults=_ONE_SHARED),
     **dict.fromkeys(("bailing_moe_linear", "bailing_moe_v2_5"), replace(
-        BAILING, layers={FULL: (softmax(),), LINEAR: (lightning,)}, pattern=_groups)),
+        BAILING, layers={FULL: (softmax(),), LINEAR: (lightning,)},
+        pattern=lambda v, layers: every(v.number("layer_group_size"), otherwise=LINEAR)(v, layers))),
     "bamba": replace(GRANITE_HYBRID, experts=False, dense_width=("intermediate_size",)),
     "granitemoehybrid": GRANITE_HYBRID,
     "falcon_h1": Family(layers={FULL: (softmax(), mamba2)}, pattern=_all(FULL)),

@@ -375,19 +375,16 @@ class _Work(NamedTuple):
         dense = part.dense_intermediate if part.experts else part.intermediate
         total += (part.dense_layers if part.experts else part.mlp_layers) * self._mlp(dense)
         if part.experts:
-            beside = self._mlp(part.shared_intermediate, activation=False) + self._router_s()
+            # One router, in 16 or 32 bits whatever the experts have.
+            router = self._products_s((Product(part.experts, part.hidden),), "bfloat16")
+            beside = self._mlp(part.shared_intermediate, activation=False)
+            beside = beside + router_s(part, self.profile.name, self.vllm, self.tokens, router)
             if part.expert_hidden:
                 ways = Product(part.expert_hidden, part.hidden), Product(part.hidden, part.expert_hidden)
                 beside = beside + self._products_s(ways, part.weight_dtype)
             total += part.expert_layers * (beside if experts is None else beside + experts)
         norms = _small_kernel(self.profile, "layernorm", part.norms * part.hidden, self.tokens, part.norms)
         return total + part.layers * norms
-
-    def _router_s(self) -> Array:
-        """One router, in 16 or 32 bits whatever the experts have."""
-        part = self.part
-        in_16_bits = self._products_s((Product(part.experts, part.hidden),), "bfloat16")
-        return router_s(part, self.profile.name, self.vllm, self.tokens, in_16_bits)
 
     def _products_s(self, products: Sequence[Product], dtype: str) -> Array:
         total = np.zeros(MAX_TOKENS + 1)
@@ -555,7 +552,9 @@ def _gemm_tables(device: str, dtype: str) -> Gemm | None:
     grid = np.full((len(tokens), len(widths), len(widths)), np.nan)
     for n, k, count, time in zip(table["n"], table["k"], table["tokens"], table["time_us"], strict=True):
         grid[at_token[count], place[n], place[k]] = time * US
-    _fill_corner(grid, widths)
+    # The largest products, which were not measured, follow from the neighbour's time per parameter.
+    for _, i, j in np.argwhere(np.isnan(grid)):
+        grid[:, i, j] = np.where(np.isnan(grid[:, i, j]), grid[:, i, j - 1] * widths[j] / widths[j - 1], grid[:, i, j])
     if dtype != "bfloat16":
         grid = without_spikes(grid)
 
@@ -576,12 +575,6 @@ def _without_launch(block: Gemm, tensor: Gemm) -> Gemm:
         return points, np.maximum(times - launch, np.interp(points, *tensor(n, k)))
 
     return gemm
-
-
-def _fill_corner(grid: Array, widths: list[int]) -> None:
-    """Extrapolate the largest products, which were not measured, from the neighbour's time per parameter."""
-    for _, i, j in np.argwhere(np.isnan(grid)):
-        grid[:, i, j] = np.where(np.isnan(grid[:, i, j]), grid[:, i, j - 1] * widths[j] / widths[j - 1], grid[:, i, j])
 
 
 def _bilinear(widths: list[int], plane: Array, n: int, k: int) -> float:

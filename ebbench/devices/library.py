@@ -231,7 +231,9 @@ def products(profile: DeviceProfile, dtype: str) -> tuple[Product | None, Origin
 
     @cache
     def kernel(columns: int, rows: int) -> Kernel | None:
-        return _of_types(profile, PRODUCTS.get(dtype, ()), lambda name: [_product(columns, rows, name)])
+        flags = {"scale_num_tokens": 1, "low_precision_input": False, "seq_split": 1, "below_grid_sol": False}
+        sizes = {"n": columns, "k": rows, **flags}
+        return _of_types(profile, PRODUCTS.get(dtype, ()), lambda name: [_op("Gemm", {**sizes, "quant_mode": name})])
 
     sample = kernel(1024, 1024)
     if sample is None:
@@ -314,11 +316,6 @@ def is_module(model: ModelGeometry, mixer: Mixer) -> bool:
 
 def _op(kind: str, described: Mapping[str, Any]) -> dict[str, Any]:
     return {kind: {"name": kind, "scale_factor": 1.0, **described}}
-
-
-def _product(columns: int, rows: int, dtype: str) -> dict[str, Any]:
-    flags = {"scale_num_tokens": 1, "low_precision_input": False, "seq_split": 1, "below_grid_sol": False}
-    return _op("Gemm", {"n": columns, "k": rows, "quant_mode": dtype} | flags)
 
 
 _SPARSE_LATENT = {(7168, 128): "DeepseekV32ForCausalLM", (6144, 64): "GlmMoeDsaForCausalLM"}

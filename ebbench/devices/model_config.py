@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -108,11 +109,6 @@ _NO_SHAPE = ("expert_parallel", "expert_model_parallel", "num_expert_groups", "n
 """Keys of the whole and of its ``moe`` on which no size depends."""
 
 
-def is_params(raw: Mapping[str, Any]) -> bool:
-    """Whether these are the keys of a params.json."""
-    return "model_type" not in raw and {"dim", "n_layers", "n_heads"} <= raw.keys()
-
-
 def as_config(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Mistral's params.json as a config.json. Raises InputFileError for a quantization of another kind."""
     config = {_KEYS.get(key, key): value for key, value in raw.items()}
@@ -190,7 +186,8 @@ def read_config(path: Path, *, assume_decoder: bool = False) -> ModelGeometry:
     names the type, field or file.
     """
     raw = read_model_file(path)
-    raw = _text_part(path, as_config(path, raw) if is_params(raw) else raw)
+    of_params = "model_type" not in raw and {"dim", "n_layers", "n_heads"} <= raw.keys()  # a params.json
+    raw = _text_part(path, as_config(path, raw) if of_params else raw)
     family, doubts = _family(path, raw, assume_decoder)
     return _geometry(path, {**family.defaults, **raw}, family, doubts, assume_decoder)
 
@@ -230,11 +227,14 @@ def _family(path: Path, raw: Mapping[str, Any], assume_decoder: bool) -> tuple[F
 def _geometry(
     path: Path, raw: Mapping[str, Any], family: Family, doubts: tuple[str, ...], assume_decoder: bool
 ) -> ModelGeometry:
-    v = ConfigValues(path, {**raw, **_unnested(raw)})
+    nested = [raw[name] for name in _NESTED if isinstance(raw.get(name), dict)]
+    v = ConfigValues(path, {**raw, **ChainMap(*reversed(nested))})
     v.understood((*_NESTED, *_OF_ALL))
     v.understood(family.understood)
     v.understood(key for present, keys in _SUPERSEDED.items() if v.has(present) for key in keys)
-    layers = _number_of_layers(v)
+    # The stated number of layers, else the number of kinds listed (Nemotron-H).
+    listed = v.get("hybrid_override_pattern", "layers_block_type")
+    layers = v.number("num_hidden_layers", default=len(listed) if isinstance(listed, str | list) and listed else None)
     kinds = _kinds(v, family, layers)
     plan = _layers(v, kinds, layers)
     by_layer = _mixers(path, v, family, plan)
@@ -252,17 +252,6 @@ def _geometry(
     if unknown:
         doubts += (f"what {', '.join(unknown)} says of its shape is left out ({ASSUME}), so any figure may be wrong",)
     return replace(model, note="; ".join([*doubts, *_simplified(raw, family, model), *types.notes]))
-
-
-def _unnested(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for name in _NESTED if isinstance(raw.get(name), dict) for key, value in raw[name].items()}
-
-
-def _number_of_layers(v: ConfigValues) -> int:
-    """The stated number of layers, else the number of kinds listed (Nemotron-H)."""
-    listed = v.get("hybrid_override_pattern", "layers_block_type")
-    known = len(listed) if isinstance(listed, str | list) and listed else None
-    return v.number("num_hidden_layers", default=known)
 
 
 def _kinds(v: ConfigValues, family: Family, layers: int) -> list[str]:

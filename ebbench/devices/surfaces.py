@@ -270,7 +270,8 @@ class Surfaces:
 
     def like(self, ours: Surfaces, theirs: Surfaces) -> Surfaces:
         """This times ``ours`` over ``theirs``, entry by entry: another geometry or KV type by its own pure tables."""
-        ratio = {name: _ratio(getattr(ours, name), getattr(theirs, name)) for name in self.__dataclass_fields__}
+        pairs = {name: (getattr(ours, name), getattr(theirs, name)) for name in self.__dataclass_fields__}
+        ratio = {name: np.divide(a, b, out=np.ones_like(a), where=b > 0) for name, (a, b) in pairs.items()}
         ratio["increment"] = np.broadcast_to(ratio["decode"], self.increment.shape)
         return Surfaces(**{name: getattr(self, name) * ratio[name] for name in self.__dataclass_fields__})
 
@@ -299,10 +300,6 @@ class Surfaces:
             Grid.of((CHUNKS, BEFORE, SEQS, CONTEXTS), increment),
             window,
         )
-
-
-def _ratio(dividend: Array, divisor: Array) -> Array:
-    return np.divide(dividend, divisor, out=np.ones_like(dividend), where=divisor > 0)
 
 
 def surfaces(profile: DeviceProfile, mixer: Mixer, kv_dtype: str) -> tuple[Surfaces, tuple[RunWarning, ...]] | None:

@@ -350,7 +350,8 @@ def conclude(writer: RunWriter, context: RunContext, result: EngineResult) -> tu
         ),
         *result.invalid,
     )  # fmt: skip
-    steps = _plain_steps(result)
+    # Without the lists of their requests, which are most of a long run.
+    steps = pa.concat_tables([part.select([*STEP_COLUMNS, "phase"]) for part in result.step_parts or [result.steps]])
     kv = _kv_pressure(context, result, steps)
     warnings = (
         *_warnings(context, result, metrics, mean_batches(steps, columns)),
@@ -359,9 +360,12 @@ def conclude(writer: RunWriter, context: RunContext, result: EngineResult) -> tu
     )
     result = replace(result, facts={**result.facts, **(kv.figures if kv is not None else {})})
     manifest = _manifest(context, result, clock, reasons, warnings)
+    requests = result.requests
+    for name, values in latency_columns(columns, context.slo).items():
+        requests = requests.append_column(REQUEST_LATENCIES.field(name), values)
     tables = {
         "plan": context.plan.table,
-        "requests": _with_latencies(result.requests, columns, context.slo),
+        "requests": requests,
         "steps": result.steps if result.step_parts is None else result.step_parts,
         "decisions": result.decisions,
     }
@@ -385,23 +389,11 @@ def conclude(writer: RunWriter, context: RunContext, result: EngineResult) -> tu
     return run, replace(summary, run_dir=str(run.path), warnings=run.manifest.warnings)
 
 
-def _plain_steps(result: EngineResult) -> pa.Table:
-    """The steps without the lists of their requests, which are most of a long run."""
-    names = [*STEP_COLUMNS, "phase"]
-    return pa.concat_tables([part.select(names) for part in result.step_parts or [result.steps]])
-
-
 def _kv_pressure(context: RunContext, result: EngineResult, steps: pa.Table) -> KvPressure | None:
     options = asdict(context.options) if context.device_known else {}
     if steps.num_rows or result.server_metrics is None:
         return kv_pressure(steps, result.requests, options)
     return kv_pressure_by_metrics(result.server_metrics, result.requests.num_rows, options.get("max_num_seqs"))
-
-
-def _with_latencies(requests: pa.Table, columns: RequestColumns, slo: Slo) -> pa.Table:
-    for name, values in latency_columns(columns, slo).items():
-        requests = requests.append_column(REQUEST_LATENCIES.field(name), values)
-    return requests
 
 
 def _manifest(
@@ -540,13 +532,9 @@ def _sessions(plan: Plan) -> int:
 
 def _option_for_sessions(plan: Plan, sessions: int) -> dict[str, Any]:
     """The option with which a plan like this one has that many sessions, and how many its log holds."""
-    option = "log" if _texts_of_a_log(plan) else "num_prompts"
+    own_texts = "log_sessions" in plan.facts and plan.table["prompt"].null_count < len(plan)  # which are sent once
+    option = "log" if own_texts else "num_prompts"
     return {"option": option, "asked": sessions, "log_sessions": plan.facts.get("log_sessions")}
-
-
-def _texts_of_a_log(plan: Plan) -> bool:
-    """Whether the prompts are a log's own, which are sent once."""
-    return "log_sessions" in plan.facts and plan.table["prompt"].null_count < len(plan)
 
 
 def _option_for_requests(plan: Plan, requests: int) -> dict[str, Any]:

@@ -116,7 +116,9 @@ class FileCache:
         if known is not None and known[:3] == stamp:
             return _Facts(known[3], tuple(known[4]))
         content = Path(path).read_bytes()
-        imports = read_imports(content, module, path) if module else []
+        # All imports of a module, or only top-level ones if it selects an engine by name.
+        how = {"is_package": path.endswith("__init__.py"), "in_functions": module not in CHOOSERS}
+        imports = imported_modules(content, module, **how) if module else []
         facts = _Facts(hashlib.sha256(content).hexdigest(), tuple(imports))
         if time.time_ns() - stat.st_mtime_ns > SETTLED_NS:
             self._known[path] = [*stamp, facts.digest, list(imports)]
@@ -134,12 +136,6 @@ class FileCache:
                 file.write(msgspec.json.encode(self._known))
             Path(name).replace(self.path)
             self._changed = False
-
-
-def read_imports(source: bytes, module: str, path: str) -> list[str]:
-    """The relevant imports of a module: all, or only top-level ones if it selects an engine by name."""
-    is_package = path.endswith("__init__.py")
-    return imported_modules(source, module, is_package=is_package, in_functions=module not in CHOOSERS)
 
 
 def imported_modules(source: bytes, module: str, *, is_package: bool = False, in_functions: bool = True) -> list[str]:
@@ -243,7 +239,11 @@ def cache_file(tree: Tree) -> Path:
 def result_key(spec: RunSpec) -> str:
     """Sixteen hex digits over the run, the contents of the user's files that it names, and the code and data that
     compute it."""
-    content = [_identity(spec), _files(spec), code_fingerprint(_engine_kind(spec.engine)), _versions(spec.engine)]
+    engine, identity = spec.engine, as_dict(spec)
+    del identity["weight"]
+    # ``auto`` may select any engine available on this machine; it is keyed as vllm.
+    kind = "endpoint" if is_server(engine) else "vllm" if engine == "auto" else engine
+    content = [identity, _files(spec), code_fingerprint(kind), _versions(engine)]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -263,17 +263,6 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
             prefix = value.partition(":")[0] + ":" if value.startswith(_PREFIXES) else ""
             changes[name] = f"{prefix}{path.resolve()}"
     return spec.changed(**changes) if changes else spec
-
-
-def _identity(spec: RunSpec) -> dict[str, Any]:
-    content = as_dict(spec)
-    del content["weight"]
-    return content
-
-
-def _engine_kind(engine: str) -> str:
-    """The name in ENGINE_MODULES. ``auto`` may select any engine available on this machine; it is keyed as vllm."""
-    return "endpoint" if is_server(engine) else "vllm" if engine == "auto" else engine
 
 
 @lru_cache

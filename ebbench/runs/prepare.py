@@ -124,7 +124,7 @@ def device_of(spec: RunSpec, policies: Sequence[PolicySpec] = ()) -> Device:
     if is_server(spec.engine):
         return unknown_device(spec.device, spec.model)
     name, model = spec.device or DEFAULT_DEVICE, spec.model or DEFAULT_MODEL
-    if spec.real_time and _engine_name(spec.engine) == "vllm":
+    if spec.real_time and select_engine(spec.engine)[0].name == "vllm":
         from ebbench.engines.costs import local_hardware
 
         policies = policies or [parse_policy(spec.policy)]
@@ -171,10 +171,6 @@ def device_of(spec: RunSpec, policies: Sequence[PolicySpec] = ()) -> Device:
         del _loaded[next(iter(_loaded))]
     _loaded[key] = _frozen(load(request))
     return _loaded[key]
-
-
-def _engine_name(engine: str) -> str:
-    return select_engine(engine)[0].name
 
 
 def _frozen(kept: T) -> T:

@@ -315,11 +315,14 @@ OUTPUT = (
 def check_classes(scheduler: type, request: type, output: type, version: str) -> None:
     """Raise ConfigError for a method or field that these classes lack."""
     missing = [f"Scheduler.{name}" for name in METHODS if not callable(getattr(scheduler, name, None))]
-    made = _set_by_init(request)
+    code = getattr(vars(request).get("__init__"), "__code__", None)
+    made = set() if code is None else set(code.co_names)
     missing += [f"Request.{name}" for name in REQUEST if name not in made and not hasattr(request, name)]
     fields = getattr(output, "__dataclass_fields__", {})
     missing += [f"SchedulerOutput.{name}" for name in OUTPUT if name not in fields]
-    if not missing and not _takes_tokens_third(scheduler):
+    if not missing:
+        names = list(inspect.signature(scheduler._make_cached_request_data).parameters)  # type: ignore[attr-defined]
+    if not missing and names[3:4] != ["num_scheduled_tokens"]:
         missing.append("Scheduler._make_cached_request_data(.., .., num_scheduled_tokens, ..)")
     _refuse(missing, version)
 
@@ -346,13 +349,3 @@ def _has(thing: Any, path: str) -> bool:
             return False
         thing = getattr(thing, name)
     return True
-
-
-def _set_by_init(kind: type) -> set[str]:
-    code = getattr(vars(kind).get("__init__"), "__code__", None)
-    return set(code.co_names) if code is not None else set()
-
-
-def _takes_tokens_third(scheduler: type) -> bool:
-    names = list(inspect.signature(scheduler._make_cached_request_data).parameters)  # type: ignore[attr-defined]
-    return len(names) > 3 and names[3] == "num_scheduled_tokens"

@@ -169,10 +169,6 @@ class Phases:
         return "slots_free"
 
 
-def _no_ages() -> Sequence[int]:
-    return ()
-
-
 class Controller:
     """Controls one engine instance. ``keep_records``: keep records for :meth:`drain_records`.
 
@@ -202,7 +198,7 @@ class Controller:
         self._strategy = spec.strategy(engine, self._lengths)
         self._queue = ShortestFirst() if spec.order == "shortest" else self._strategy.queue
         self._phases = Phases(engine, self._strategy, self._lengths, self._entered)
-        self._running_ages: Callable[[], Sequence[int]] = _no_ages
+        self._running_ages: Callable[[], Sequence[int]] = lambda: ()
         self._keep_records = keep_records
         self._records: list[Record] = []
 

@@ -146,14 +146,10 @@ def _censored_fit(
     p0, eta = (line.intercept, line.slope) if line is not None and rising else (rate, 0.0)
     line_h = np.clip(p0 + eta * t, 0.0, 1.0)
     longer = _survival(h, at_risk, line_h)
-    mean = _mean_length(longer, line_h, eta, rate)
+    # The product-limit mean, completed by the fitted line where too few were at risk and beyond the last token.
+    tail = float(longer[-1]) * _mean_residual(max(float(line_h[-1]), rate), eta)
+    mean = 1.0 + float(longer[:-1].sum()) + tail
     return HazardEstimate(min(max(p0, 1.0 / mean), 1.0), eta, mean, samples, np.concatenate([[1.0], longer]))
-
-
-def _mean_length(survival: NDArray[np.float64], line: NDArray[np.float64], eta: float, rate: float) -> float:
-    """Product-limit mean, completed by the fitted line where too few were at risk and beyond the last token."""
-    tail = float(survival[-1]) * _mean_residual(max(float(line[-1]), rate), eta)
-    return 1.0 + float(survival[:-1].sum()) + tail
 
 
 def _mean_residual(hazard: float, eta: float) -> float:

@@ -79,7 +79,8 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         self._queue: queue.SimpleQueue[StepRecord | Sequence[Record] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, name="vllm_eb-recorder", daemon=True)
-        self._shard = _next_shard(folder)
+        existing = [int(path.stem) for path in folder.glob("*.msgpack") if path.stem.isdigit()]
+        self._shard = max(existing, default=-1) + 1
         self._file: BinaryIO | None = None
         self._numbers: dict[str, int] = {}
         self._steps = 0
@@ -184,11 +185,6 @@ class Recorder:
 def folder_of_rank(folder: Path, rank: int) -> Path:
     """Directory of data-parallel rank ``rank``: ranks share their settings, but each numbers its steps from 0."""
     return folder if rank == 0 else folder / f"rank-{rank}"
-
-
-def _next_shard(folder: Path) -> int:
-    existing = [int(path.stem) for path in folder.glob("*.msgpack") if path.stem.isdigit()]
-    return max(existing, default=-1) + 1
 
 
 def read_frames(path: Path) -> list[list[Any]]:
@@ -375,19 +371,16 @@ class StepReports:
     def __init__(self, scheduler: Any, controller: Controller | None, config: PluginConfig, rank: int) -> None:
         self._scheduler, self._controller = scheduler, controller
         self._total_blocks = compat.usable_blocks(scheduler)
-        self._recorder = self._make_recorder(config, rank)
+        self._recorder: Recorder | None = None
+        if config.record is not None:
+            head = {"policy": config.policy.name, "kv_blocks_total": self._total_blocks}
+            self._recorder = Recorder(folder_of_rank(config.record, rank), head)
         self._passes: PassClock | None = None
         if config.signals is not None:
             self._passes = PassClock(SignalPublisher(config.signals, rank), rank)
         self._figures = self._make_figures(scheduler.vllm_config.instance_id, rank)
         self._in_flight: deque[tuple[Any, StepRecord]] = deque()
         self._device_free_ns = 0
-
-    def _make_recorder(self, config: PluginConfig, rank: int) -> Recorder | None:
-        if config.record is None:
-            return None
-        folder = folder_of_rank(config.record, rank)
-        return Recorder(folder, {"policy": config.policy.name, "kv_blocks_total": self._total_blocks})
 
     def _make_figures(self, instance: str, rank: int) -> FiguresWriter | None:
         """Writer of the figures for /metrics; None if vLLM keeps no statistics or the policy has none."""

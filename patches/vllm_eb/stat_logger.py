@@ -122,7 +122,8 @@ class PolicyStatLogger(StatLoggerBase):  # type: ignore[misc]
             logger.warning("vllm_eb: several API servers answer /metrics here, which then shows no policy figures")
             return
         self._registered.add(instance)
-        self._logs_for, self._policy = instance, _policy_name(policy)
+        named = policy.get("policy")
+        self._logs_for, self._policy = instance, str(named.get("kind") if isinstance(named, Mapping) else named)
         model_name = vllm_config.model_config.served_model_name
         if isinstance(model_name, list):
             model_name = model_name[0]
@@ -142,8 +143,3 @@ class PolicyStatLogger(StatLoggerBase):  # type: ignore[misc]
             if self._last.get(rank) != figures:
                 self._last[rank] = figures
                 logger.info("%s", log_line(rank, self._policy, figures))
-
-
-def _policy_name(settings: Mapping[str, Any]) -> str:
-    named = settings.get("policy")
-    return str(named.get("kind") if isinstance(named, Mapping) else named)
