@@ -36,7 +36,9 @@ class CheckResult:
 def examine(*, quick: bool) -> list[CheckResult]:
     """All findings, in display order."""
     vllm = _vllm(quick=quick)
-    return [_python(), _ebbench(), _libraries(), vllm, *_companions(vllm), _plugin(), *_gpus()]
+    system = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    python = CheckResult("python", "ok", system)
+    return [python, _ebbench(), _libraries(), vllm, *_companions(vllm), _plugin(), *_gpus()]
 
 
 def optional() -> list[CheckResult]:
@@ -64,10 +66,6 @@ def runnable(findings: list[CheckResult]) -> dict[str, str]:
         "vllm": "on the CPU, with small models" if on_cpu else needs_vllm,
         "http://HOST:PORT": "yes",
     }
-
-
-def _python() -> CheckResult:
-    return CheckResult("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
 
 
 def _ebbench() -> CheckResult:

@@ -14,7 +14,6 @@ from ebbench.config.options import completing, refuse_unused
 from ebbench.spec.commands import setting
 
 if TYPE_CHECKING:
-    from ebbench.hazard import Hazard
     from ebbench.papers.table import PaperTable
 
 EXPERIMENTS = {"ifr": "e3", "sensitivity": "e5"}
@@ -73,7 +72,11 @@ def hazard(
     analysed = analyse_lengths(lengths.output_tokens)
     thresholds = fitted_thresholds(analysed, device, model, max_num_seqs)
     if plot is not None:
-        _plot(analysed, lengths.name, plot)
+        from ebbench.papers.eb.lengths import hazard_panels
+        from ebbench.render.figures import check_plot, save_plot
+
+        check_plot(plot)
+        save_plot(hazard_panels(analysed, lengths.name), plot)
     if as_json:
         sys.stdout.write(json.dumps(as_dict(lengths, analysed, thresholds), indent=2, allow_nan=False) + "\n")
         return
@@ -102,11 +105,3 @@ def _experiment(table: PaperTable, runs: Path, num_prompts: int | None, *, run: 
     if run:
         make_runs(table, options, store, workers=None, quiet=False)
     sys.stdout.write(rendered(table.document(options, store), "rich"))
-
-
-def _plot(analysed: Hazard, name: str, path: Path) -> None:
-    from ebbench.papers.eb.lengths import hazard_panels
-    from ebbench.render.figures import check_plot, save_plot
-
-    check_plot(path)
-    save_plot(hazard_panels(analysed, name), path)

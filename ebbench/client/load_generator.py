@@ -284,7 +284,11 @@ async def _drive(
     findings = senders.findings(limit_ms)
     server_metrics = scraper.table(tally.start_ns) if scraper else SERVER_METRICS.empty_table()
     facts = {
-        **_asked_facts(ready.load),
+        "server": str(url),
+        "client_transport": options.transport,
+        "endpoint": options.endpoint,
+        "request_id_prefix": ready.load.id_prefix,
+        **({} if options.host_label is None else {"host_label": options.host_label}),
         **_client_facts(senders.workers(), requests, limit_ms, tally.start_ns, power),
         **findings.facts,
         **_server_facts(ready, requests, server_metrics, tally.other_models),
@@ -307,17 +311,6 @@ async def _drive(
         interrupted=tally.interrupted,
         facts=facts,
     )
-
-
-def _asked_facts(load: MachineLoad) -> dict[str, Any]:
-    options = load.options
-    facts = {
-        "server": str(load.url),
-        "client_transport": options.transport,
-        "endpoint": options.endpoint,
-        "request_id_prefix": load.id_prefix,
-    }
-    return facts if options.host_label is None else facts | {"host_label": options.host_label}
 
 
 def _server_facts(

@@ -261,7 +261,11 @@ class ReleaseSchedule:
                 return None
             memory[_NEXT], memory[_OPEN] = number + 1, memory[_OPEN] + 1
             if self.arrivals is None:
-                self._use_slot(intended_ns)
+                if memory[_UNOPENED] > 0 and memory[_OPENING] == intended_ns:
+                    memory[_UNOPENED] -= 1
+                    memory[_OPENING] += self.slots.spacing_ns
+                else:
+                    memory[_USED] += 1
                 self._change_limit(number + 1, intended_ns)
             return Release(number, intended_ns)
 
@@ -297,14 +301,6 @@ class ReleaseSchedule:
         if limit is not None and memory[_OPEN] >= limit:
             return NEVER
         return memory[_START] + self.arrivals.arrival_ns[number]
-
-    def _use_slot(self, time_ns: int) -> None:
-        memory = self.memory
-        if memory[_UNOPENED] > 0 and memory[_OPENING] == time_ns:
-            memory[_UNOPENED] -= 1
-            memory[_OPENING] += self.slots.spacing_ns
-        else:
-            memory[_USED] += 1
 
     def _change_limit(self, number: int, now_ns: int) -> None:
         """If session ``number`` begins a phase, open more slots or remove the next ones that become free."""

@@ -536,7 +536,9 @@ class StaggeredDispatcher(Dispatcher):
         available = self._available_instances(now_ns)
         cycle = bool(available)
         while self._queue and (open_instances := available - self._without_capacity):
-            orders += self._dispatch_to(min(open_instances, key=self._turn_key), now_ns)
+            # Idle instances before those that continue, then in turn.
+            chosen = min(open_instances, key=lambda one: (one in self._continuing, one < self._turn, one))
+            orders += self._dispatch_to(chosen, now_ns)
             available = self._available_instances(now_ns)
         return orders + self._end_cycle(now_ns) if cycle and self._queue else orders
 
@@ -586,10 +588,6 @@ class StaggeredDispatcher(Dispatcher):
         if self._builder.full_batches >= 1 or self.fleet.active <= self.fleet.idle:
             return True
         return self._arrivals.light(self.interval.interval_ns, now_ns)
-
-    def _turn_key(self, instance: int) -> tuple[bool, bool, int]:
-        """Sort key: idle instances before those that continue, then in turn."""
-        return instance in self._continuing, instance < self._turn, instance
 
     def _dispatch_to(self, instance: int, now_ns: int) -> list[Order]:
         """Dispatch a batch to ``instance``; requests that do not fit wait for the next cycle."""

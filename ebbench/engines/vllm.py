@@ -435,6 +435,7 @@ class VllmEngine(SendingEngine):
         model = model if folder else hub_name(model)
         if self.emulation is None:
             check_servable(model, self.vllm_options)
+        cpu = CPU_ARGUMENTS if cpu_build() and not options.enforce_eager else ()
         return Serving(
             model=str(folder) if folder else model,
             policy=policy,
@@ -444,7 +445,7 @@ class VllmEngine(SendingEngine):
             options=options,
             max_model_len=min(options.max_model_len, limit) if limit else options.max_model_len,
             emulation=self.emulation,
-            extra=("--uvicorn-log-level", "warning", *_cpu_arguments(options), *self.vllm_options),
+            extra=("--uvicorn-log-level", "warning", *cpu, *self.vllm_options),
         )
 
     def client_for(self, model: str) -> ClientOptions:
@@ -455,10 +456,6 @@ class VllmEngine(SendingEngine):
         if isinstance(vocabulary, int):
             return replace(client, vocab_size=min(client.vocab_size, vocabulary))
         return client
-
-
-def _cpu_arguments(options: EngineOptions) -> tuple[str, ...]:
-    return CPU_ARGUMENTS if cpu_build() and not options.enforce_eager else ()
 
 
 def known_costs(device: Device) -> Calibration | None:

@@ -24,7 +24,8 @@ def written_forms(values: Iterable[str]) -> tuple[str, ...]:
 
     Parts of a value count too where they are long enough for a secret: ``Basic dXNlcjpwYXNz``, ``session=4f3a1c2b9d``.
     """
-    texts = {text for value in values for text in (value.strip(), *_secret_parts(value)) if text}
+    parts = {part for value in values for part in re.split(r"[\s;,=]+", value) if len(part) >= LONG}
+    texts = parts | {value.strip() for value in values if value.strip()}
     forms = {
         form
         for text in texts
@@ -46,7 +47,3 @@ def redacted(text: str, hidden: tuple[str, ...]) -> str:
             if text.endswith(secret[:length]):
                 return text[:-length] + HIDDEN
     return text
-
-
-def _secret_parts(value: str) -> list[str]:
-    return [part for part in re.split(r"[\s;,=]+", value) if len(part) >= LONG]

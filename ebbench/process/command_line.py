@@ -337,17 +337,15 @@ class ShownWhole:
         """Write help from a copy with readable option names; parsing is not affected."""
         shown = copy.copy(self)
         params = self.get_params(ctx)
-        chosen = [param for param in params if not self.everyday or ctx.meta.get(HELP_ALL) or _is_everyday(self, param)]
+        everyday = {*self.everyday, "help"}
+        whole = not self.everyday or ctx.meta.get(HELP_ALL)
+        chosen = [one for one in params if whole or not isinstance(one, TyperOption) or one.name in everyday]
         if len(chosen) < len(params):
             shown.epilog = f"{len(params) - len(chosen)} more options: `{ctx.command_path} {HELP_ALL}`."
         shown.params = [_readable(param) for param in chosen]
         shown.add_help_option = False  # already among them
         with _names_uncut():
             super(ShownWhole, shown).format_help(ctx, formatter)  # type: ignore[misc]
-
-
-def _is_everyday(command: ShownWhole, param: Any) -> bool:
-    return not isinstance(param, TyperOption) or param.name in command.everyday or param.name == "help"
 
 
 class Group(ShownWhole, TyperGroup):

@@ -267,11 +267,6 @@ def _kv_cache(
     return f"KV cache full: {'; '.join(parts)}."
 
 
-def _more_processes(busy: float, processes: int) -> str:
-    more = f"--api-server-count {processes + 1}"
-    return f"vLLM starts more processes with {more}, which is simulated with the same option."
-
-
 def _warm_cache(
     hit_share: float | None, planned_share: float = 0.0, met_share: float = 0.0, last: str = "", text: bool = False
 ) -> str:
@@ -561,7 +556,9 @@ _WORDED: Texts = {
     "unused-numbers": _unused_numbers,
 }
 _WORDED_WAYS_OUT: Texts = {
-    SERVER_LIMITS: _more_processes,
+    SERVER_LIMITS: lambda busy, processes: (
+        f"vLLM starts more processes with --api-server-count {processes + 1}, which is simulated with the same option."
+    ),
     "few-requests": _use_more_prompts,
     "no-steady-window": _longer,
     "policy-is-a-label": lambda stated: "" if stated else "Give the policy it was started with as --policy.",

@@ -173,16 +173,13 @@ class RunStore:
         identity = (plan_hash(plan_of(cell)), cell.policy, cell.device, cell.model)
         conditions = (options.max_num_seqs, options.max_num_batched_tokens, options.warmup, options.async_scheduling)
         path = self._adopted.get((*identity, *conditions, unusual_options(asdict(options))))
-        return None if path is None else measured_from_run(path)
-
-
-def measured_from_run(path: Path) -> Measured:
-    """Figures of a stored run. Raises DataError."""
-    run = Run.load(path)
-    phases = summarise_phases(run)
-    parts = [{"phase": part.phase, **metrics_dict(part.metrics)} for part in phases] if len(phases) > 1 else []
-    caveats = of_device(run.manifest.engine, run.manifest.warnings)
-    return Measured(summarise(run).to_dict(), tuple(parts), path, caveats=caveats)
+        if path is None:
+            return None
+        run = Run.load(path)
+        phases = summarise_phases(run)
+        parts = [{"phase": part.phase, **metrics_dict(part.metrics)} for part in phases] if len(phases) > 1 else []
+        caveats = of_device(run.manifest.engine, run.manifest.warnings)
+        return Measured(summarise(run).to_dict(), tuple(parts), path, caveats=caveats)
 
 
 def _settle(working: Path, final: Path, *, replace_it: bool) -> None:

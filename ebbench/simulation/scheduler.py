@@ -47,7 +47,9 @@ def admissible(scheduler: Scheduler, running_limit: int) -> bool:
     known = int(scheduler.state.target[row])
     hits = scheduler.hits(row, known)
     pinned = scheduler.kv.evictable(hits)
-    tokens = known if scheduler.limits.scheduler_reserve_full_isl else _cached_tokens(scheduler, row, hits) + 1
+    # Cached on this instance, or received from another: no computation is needed for them.
+    cached = max(len(hits) * scheduler.limits.block_size, scheduler.delivered.get(row, 0))
+    tokens = known if scheduler.limits.scheduler_reserve_full_isl else cached + 1
     return _fits(scheduler, tokens, hits, pinned)
 
 
@@ -116,11 +118,6 @@ def admit_waiting(
         scheduler.prefilling += len(rows)
         scheduler.running = np.concatenate([scheduler.running, np.array(rows, np.int64)])
     return rows, tokens
-
-
-def _cached_tokens(scheduler: Scheduler, row: int, hits: Sequence[int]) -> int:
-    """Tokens of a waiting request that need no computation: cached on this instance, or received from another."""
-    return max(len(hits) * scheduler.limits.block_size, scheduler.delivered.get(row, 0))
 
 
 def _fits(scheduler: Scheduler, tokens: int, hits: Sequence[int], pinned: int) -> bool:

@@ -259,7 +259,9 @@ class SearchOutcome:
         reading = min(over, key=lambda r: r.probe.load, default=self.nearest)
         if reading.memory_full > 0.5:
             return "memory"
-        shares = [(share, word) for word in by.split() for name, share in reading.shares.items() if _is_of(name, word)]
+        # A limit (``ttft``, ``ttft:p99:500``) is one on the word that it begins with (``ttft``, ``chat:ttft``).
+        named = [(f"{name}:", share) for name, share in reading.shares.items()]
+        shares = [(share, word) for word in by.split() for name, share in named if name.startswith(f"{word}:")]
         return min(shares)[1] if shares else by
 
 
@@ -309,11 +311,6 @@ def search_capacity(
         by_requirement.append((requirement, _supported(replace(search, requirements=(requirement,)), single)))
     found = _supported(search, known)
     return SearchOutcome(found, tuple(known), alone, stopped, requirements=tuple(by_requirement))
-
-
-def _is_of(name: str, word: str) -> bool:
-    """Whether the limit ``name`` (``ttft``, ``ttft:p99:500``) is one on ``word`` (``ttft``, ``chat:ttft``)."""
-    return f"{name}:".startswith(f"{word}:")
 
 
 def _supported(search: SearchSettings, readings: Sequence[ProbeReading]) -> Estimate:

@@ -503,10 +503,6 @@ def _has_texts(value: Any, names: tuple[str, ...]) -> bool:
     return isinstance(value, Mapping) and all(isinstance(value.get(name), str) for name in names)
 
 
-def _is_longbench(log: LogFile) -> bool:
-    return _fields("context", "input")(log) and isinstance(log.sample[0].value.get("answers"), list)
-
-
 def _without_counts(log: LogFile) -> bool:
     columns = recognise(names_in(record.value for record in log.sample), {})
     return not {"input", "output"} <= columns.names.keys()
@@ -556,7 +552,11 @@ DATA_SETS = (
     _data_set("ShareGPT", "sharegpt", _messages_with("conversations", "from", "value")),
     _data_set("WildChat or LMSYS-Chat", "wildchat", _messages_with("conversation", "role", "content"), _ROUNDS),
     _data_set("NuminaMath", "numinamath", _fields("problem", "solution")),
-    _data_set("LongBench", "longbench", _is_longbench),
+    _data_set(
+        "LongBench",
+        "longbench",
+        lambda log: _fields("context", "input")(log) and isinstance(log.sample[0].value.get("answers"), list),
+    ),
     TraceFormat(
         "LongBench v2",
         "",
