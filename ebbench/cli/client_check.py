@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ebbench.errors import UsageError
+
 if TYPE_CHECKING:
     from ebbench.client.check import LoadLevel
 
@@ -27,7 +29,6 @@ def client_check(
     same machine, so with a remote server the client can generate at least this load.
     """
     from ebbench.client.check import LEVELS, measure_levels
-    from ebbench.errors import UsageError
     from ebbench.render.documents import Console
     from ebbench.render.live import Work, shown
 

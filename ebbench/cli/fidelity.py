@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from ebbench.errors import UsageError, refuse_unknown
+
 tell = partial(typer.echo, err=True)
 GROUPS = (
     "replay", "calibration", "table 3", "table 2 and figure 5", "figure 3", "figure 4", "table 13",
@@ -49,7 +51,6 @@ def fidelity(
     if fit is not None:
         _fit(fit, seed)
         return
-    from ebbench.errors import UsageError
     from ebbench.papers.fidelity import scoreboard
     from ebbench.papers.fidelity.report import BOARD, all_scores, collect, merged_cells, read_cells, write_report
 
@@ -78,21 +79,17 @@ def fidelity(
 
 
 def _groups_chosen(only: list[str] | None) -> tuple[str, ...]:
-    from ebbench.errors import UnknownNameError
 
     for name in only or ():
-        if name not in GROUPS:
-            raise UnknownNameError("group", name, GROUPS)
+        refuse_unknown("group", name, GROUPS)
     return tuple(only) if only else GROUPS
 
 
 def _fit(device: str, seed: int) -> None:
-    from ebbench.errors import UnknownNameError
     from ebbench.papers.fidelity.case import DEVICES
     from ebbench.papers.fidelity.runs import fit_host
 
-    if device not in DEVICES.values():
-        raise UnknownNameError("device with published rows to fit on", device, DEVICES.values())
+    refuse_unknown("device with published rows to fit on", device, DEVICES.values())
     host = fit_host(device, tell, seed)
     typer.echo("[host.default]")
     typer.echo(

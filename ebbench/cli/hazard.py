@@ -11,6 +11,7 @@ import typer
 
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.config.options import completing, refuse_unused
+from ebbench.errors import UsageError, refuse_unknown
 from ebbench.spec.commands import setting
 
 if TYPE_CHECKING:
@@ -51,7 +52,6 @@ def hazard(
 ) -> None:
     """Show the empirical completion hazard, tests of its trend (Mann-Kendall, regression), and the fit p0 + eta t."""
     from ebbench.engines.base import check_counts
-    from ebbench.errors import UsageError
 
     check_counts(num_prompts=num_prompts, output_len=output_len, max_num_seqs=max_num_seqs)
     if experiment:
@@ -87,11 +87,9 @@ def hazard(
 
 
 def _table(experiment: str) -> PaperTable:
-    from ebbench.errors import UnknownNameError
     from ebbench.papers.registry import find_table
 
-    if experiment not in EXPERIMENTS:
-        raise UnknownNameError("experiment", experiment, EXPERIMENTS)
+    refuse_unknown("experiment", experiment, EXPERIMENTS)
     return find_table(EXPERIMENTS[experiment])
 
 
