@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -132,9 +131,7 @@ class FileLock:
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def close(self) -> None:
