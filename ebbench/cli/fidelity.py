@@ -54,11 +54,13 @@ def fidelity(
     from ebbench.papers.fidelity import scoreboard
     from ebbench.papers.fidelity.report import BOARD, all_scores, collect, merged_cells, read_cells, write_report
 
+    for name in only or ():
+        refuse_unknown("group", name, GROUPS)
     before = scoreboard.load(against / BOARD)
     if keep and not only:
         raise UsageError("--keep needs --only: without it all groups run")
     kept = read_cells(against) if keep else []
-    cells = merged_cells(kept, collect(_groups_chosen(only), seed, repeats, runs, workers, tell))
+    cells = merged_cells(kept, collect(tuple(only or GROUPS), seed, repeats, runs, workers, tell))
     files = write_report(cells, out, repeats, before)
     scores_by_group = all_scores(cells)
     for text in scoreboard.losses(scoreboard.scoreboard(cells), before):
@@ -76,13 +78,6 @@ def fidelity(
             mark = "met " if score.met else "MISS"
             typer.echo(f"{mark}  {name}: {score.name} {score.reached:.1%} ({score.target}, {score.count} cells)")
     typer.echo(f"report: {files[0]}")
-
-
-def _groups_chosen(only: list[str] | None) -> tuple[str, ...]:
-
-    for name in only or ():
-        refuse_unknown("group", name, GROUPS)
-    return tuple(only) if only else GROUPS
 
 
 def _fit(device: str, seed: int) -> None:

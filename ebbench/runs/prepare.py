@@ -291,7 +291,9 @@ def parse_series(settings: Mapping[str, Any]) -> Series:
         "vllm_options": tuple(settings.get("vllm_options") or ()),
     }
     _refuse_for_server(engine, settings)
-    _refuse_for_simulator(engine, settings)
+    known = known_settings()
+    if given := [name for name in settings if known[name].part == "client"]:  # refused without requests to send
+        client_options(select_engine(engine)[0], given)
     limited = with_batch_limits({**settings, "engine": chosen_engine(engine)})
     spec = make_spec({**limited, "engine": engine}, with_text=True)
     topology = resolve_topology(spec.cluster.topology, spec.plan.scenario, None)
@@ -381,13 +383,6 @@ def _refuse_for_server(engine: str, settings: Mapping[str, Any]) -> None:
         refuse_server_settings(engine, [known[name].option_names[0] for name in settings if starts_a_server(name)])
     if (name := "endpoint" if is_server(engine) else chosen_engine(engine)) not in VIRTUAL_TIME:
         refuse_simulated(settings, name)
-
-
-def _refuse_for_simulator(engine: str, settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for settings of the load generator with an engine that sends no requests, defaults too."""
-    known = known_settings()
-    if given := [name for name in settings if known[name].part == "client"]:
-        client_options(select_engine(engine)[0], given)
 
 
 def _has_priorities(options: PlanOptions) -> bool:

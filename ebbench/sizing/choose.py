@@ -168,24 +168,17 @@ def _rank(costed: Costed) -> tuple[float, int, float]:
 
 def on_frontiers(costed: Sequence[Costed]) -> list[Costed]:
     """The deployments, each marked where no other one beats it: in cost and latency, and in speed per user and GPU."""
+    costs = [(one.cost, one.ttft_ms, one.tpot_ms) for one in costed]
+    slowness = [(-one.tokens_per_s_per_user, -one.tokens_per_s_per_gpu) for one in costed]
     return [
-        replace(entry, frontier=not _dominated(entry, costed, _costs), efficient=not _dominated(entry, costed, _speeds))
-        for entry in costed
+        replace(entry, frontier=not _dominated(cost, costs), efficient=not _dominated(slow, slowness))
+        for entry, cost, slow in zip(costed, costs, slowness, strict=True)
     ]
 
 
-def _dominated(costed: Costed, others: Iterable[Costed], of: Callable[[Costed], tuple[float, ...]]) -> bool:
+def _dominated(own: tuple[float, ...], others: Iterable[tuple[float, ...]]) -> bool:
     """Whether another deployment is as good in everything and better in something; less is better."""
-    own = of(costed)
-    return any(figures != own and all(a <= b for a, b in zip(figures, own, strict=True)) for figures in map(of, others))
-
-
-def _costs(costed: Costed) -> tuple[float, ...]:
-    return costed.cost, costed.ttft_ms, costed.tpot_ms
-
-
-def _speeds(costed: Costed) -> tuple[float, ...]:
-    return -costed.tokens_per_s_per_user, -costed.tokens_per_s_per_gpu
+    return any(figures != own and all(a <= b for a, b in zip(figures, own, strict=True)) for figures in others)
 
 
 def _stressed(

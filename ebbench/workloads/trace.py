@@ -80,11 +80,6 @@ TRACES = (
 )
 
 
-def _is_chat(log: LogFile) -> bool:
-    names = names_in(record.value for record in log.sample)
-    return any(name.rpartition(".")[2] in ("messages", "usage") for name in names)
-
-
 ACCESS_LOG = with_columns(
     "access log",
     "an access log with token counts as name=value, such as prompt_tokens=812 completion_tokens=90",
@@ -96,7 +91,9 @@ CHAT_LOG = with_columns(
     "chat log",
     "requests and responses of an OpenAI API: messages, or usage with prompt_tokens and completion_tokens",
     ("messages", "usage"),
-    recognises=_is_chat,
+    recognises=lambda log: any(
+        name.rpartition(".")[2] in ("messages", "usage") for name in names_in(record.value for record in log.sample)
+    ),
 )
 TABLE = with_columns(
     "table",

@@ -18,7 +18,6 @@ from ebbench.papers.published import GPUS, MAIN_MODEL, METRICS, gpu_title, pick
 from ebbench.papers.table import (
     PaperTable,
     Published,
-    Sections,
     changes,
     each,
     mean_figure,
@@ -111,13 +110,10 @@ def _gains(options: PaperOptions, store: RunStore, device: str, model: str) -> S
     return Section(f"{gpu_title(device)}, {model}: throughput of one policy over another", columns, tuple(rows))
 
 
-def _content3(options: PaperOptions, store: RunStore) -> Sections:
-    settings = _settings(options, *GPUS)
-    return [make(options, store, *setting) for setting in settings for make in (_section3, _gains)]
-
-
 TABLE3 = PaperTable(
-    "table3", ("device", "model", "policy", "num_prompts"), _content3,
+    "table3", ("device", "model", "policy", "num_prompts"), lambda options, store: [
+        make(options, store, *setting) for setting in _settings(options, *GPUS) for make in (_section3, _gains)
+    ],
     published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
 )  # fmt: skip
 
