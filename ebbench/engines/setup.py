@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ebbench.records.run import RunWriter
     from ebbench.spec.client import ClientOptions
     from ebbench.spec.run import ClusterOptions, RunSpec
-    from vllm_eb.policy import PolicySpec
 
 
 # The policy's name on a run of a server that ebbench did not start: as stated by the user, or by the server.

@@ -98,10 +98,6 @@ def _longbench(record: LongBench, _: Records) -> list[Conversation]:
     return [[Exchange(record.input, answer, record.context)]]
 
 
-def _numinamath(record: NuminaMath, rules: Records) -> list[Conversation]:
-    return [[Exchange(record.problem + rules.suffix, record.solution)]]
-
-
 def _wildchat(record: WildChat, rules: Records) -> list[Conversation]:
     messages = ((turn.role, turn.content or "") for turn in record.conversation)
     rounds = _pairs(messages, "user", "assistant")
@@ -117,7 +113,11 @@ class _Kind(NamedTuple):
 _KINDS: Mapping[Schema, _Kind] = {
     "sharegpt": _Kind(ShareGpt, _sharegpt, '{"conversations": [{"from": "human" or "gpt", "value": text}, ...]}'),
     "longbench": _Kind(LongBench, _longbench, '{"context": text, "input": text, "answers": [text, ...]}'),
-    "numinamath": _Kind(NuminaMath, _numinamath, '{"problem": text, "solution": text}'),
+    "numinamath": _Kind(
+        NuminaMath,
+        lambda record, rules: [[Exchange(record.problem + rules.suffix, record.solution)]],
+        '{"problem": text, "solution": text}',
+    ),  # fmt: skip
     "wildchat": _Kind(WildChat, _wildchat, '{"conversation": [{"role": "user" or "assistant", "content": text}, ...]}'),
 }
 
