@@ -117,7 +117,7 @@ _KINDS: Mapping[Schema, _Kind] = {
         NuminaMath,
         lambda record, rules: [[Exchange(record.problem + rules.suffix, record.solution)]],
         '{"problem": text, "solution": text}',
-    ),  # fmt: skip
+    ),
     "wildchat": _Kind(WildChat, _wildchat, '{"conversation": [{"role": "user" or "assistant", "content": text}, ...]}'),
 }
 
