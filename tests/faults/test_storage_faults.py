@@ -347,7 +347,10 @@ def test_15_a_damaged_table_is_named_and_rejected(tmp_path: Path, stored: Path, 
     if damage == "missing":
         path.unlink()
     elif damage == "flipped":
-        path.write_bytes(content[:40] + bytes(byte ^ 0xFF for byte in content[40:120]) + content[120:])
+        # All pages, since no command reads every column; the footer, whose length is at the end, stays.
+        pages_end = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+        flipped = bytes(byte ^ 0xFF for byte in content[40:pages_end])
+        path.write_bytes(content[:40] + flipped + content[pages_end:])
     else:
         path.write_bytes(
             {"truncated": content[: len(content) // 2], "garbage": b"PAR1" + os.urandom(500), "empty": b""}[damage]
