@@ -15,7 +15,7 @@ Exit codes 1 (regression) and 5 (inconclusive) are verdicts of the gate, not err
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,6 @@ class UnknownNameError(UsageError):
         choices = sorted(known)
         super().__init__(f"unknown {kind} {name!r}; {name_hint(name, choices)}")
         self.kind, self.name, self.known = kind, name, choices
-
-
-def refuse_unknown(kind: str, name: str, known: Collection[str]) -> None:
-    """Raise UnknownNameError for a name that is none of those ``known``."""
-    if name not in known:
-        raise UnknownNameError(kind, name, known)
 
 
 class InputFileError(UsageError):

@@ -27,7 +27,7 @@ from ebbench.analysis.summary import Summary, summarise
 from ebbench.analysis.units import FIGURES, GateUnit, is_higher_better
 from ebbench.analysis.verdict import GATED, gated_by_default
 from ebbench.config.topology import PoolSpec, TopologySpec, parse_topology
-from ebbench.errors import DataError, UsageError, refuse_unknown
+from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.foreign.documents import csv_cell
 from ebbench.records import files
 from ebbench.records.run import Run, find_runs
@@ -436,7 +436,8 @@ def export(kinds: Sequence[str], runs: Sequence[Run], directory: Path) -> list[P
     Raises UnknownNameError, RunError, and DataError for damaged runs.
     """
     for kind in kinds:
-        refuse_unknown("export", kind, EXPORTS)
+        if kind not in EXPORTS:
+            raise UnknownNameError("export", kind, EXPORTS)
     directory.mkdir(parents=True, exist_ok=True)
     written = {}
     for kind in kinds:

@@ -167,9 +167,7 @@ def trend_tests(lengths: npt.ArrayLike) -> TrendTests | None:
     keep = (t <= last) & (survivors >= MIN_SURVIVORS)
     if int(keep.sum()) < _MIN_POINTS or np.ptp(h[keep]) == 0:
         return None
-    purpose = "testing a hazard for a trend"
-    kendall = need("pymannkendall", purpose)
-    mann_kendall, linregress = kendall.original_test, need("scipy.stats", purpose).linregress
+    mann_kendall, linregress = _tests()
     trend = mann_kendall(h[keep], alpha=LEVEL)
     line = linregress(t[keep], h[keep])
     return TrendTests(
@@ -196,6 +194,12 @@ def _fit(
     for length in ended.tolist():
         estimator.observe(length)
     return estimator.estimate(running)
+
+
+def _tests() -> tuple[Any, Any]:
+    purpose = "testing a hazard for a trend"
+    kendall = need("pymannkendall", purpose)
+    return kendall.original_test, need("scipy.stats", purpose).linregress
 
 
 # Reads output lengths for a hazard analysis: from a workload, a trace, a list of numbers or a stored run.
@@ -231,14 +235,7 @@ def read_lengths(
             _refuse(chosen, f"{path} is a list of lengths")
             return OutputLengths(numbers, None, path.name, f"file:{path}")
         what = f"trace:{path}"
-    from ebbench.workloads import build_plan
-
-    # A closed loop, since only lengths are needed, not the times of a trace.
-    scenario = "saturated" if is_recorded(what) else None
-    built = build_plan(what, scenario, num_prompts=num_prompts, seed=seed, source=source, with_text=False, **plan)
-    outputs = built.table["output_tokens"].to_numpy().astype(np.int64)
-    mean_input = float(built.table["input_tokens"].to_numpy().mean())
-    return OutputLengths(outputs, mean_input, what, str(built.facts.get("source", "")))
+    return _of_plan(what, source, num_prompts, seed, plan)
 
 
 def _refuse(chosen: Mapping[str, str | int | None], owner: str) -> None:
@@ -256,6 +253,17 @@ def _of_run(path: Path) -> OutputLengths:
         raise DataError(f"{path}: no request completed, so there are no output lengths")
     outputs = done["output_tokens"].to_numpy().astype(np.int64)
     return OutputLengths(outputs, float(pc.mean(done["input_tokens"]).as_py()), path.name, f"run:{path}")
+
+
+def _of_plan(what: str, source: str, num_prompts: int | None, seed: int, plan: dict[str, Any]) -> OutputLengths:
+    from ebbench.workloads import build_plan
+
+    # A closed loop, since only lengths are needed, not the times of a trace.
+    scenario = "saturated" if is_recorded(what) else None
+    built = build_plan(what, scenario, num_prompts=num_prompts, seed=seed, source=source, with_text=False, **plan)
+    outputs = built.table["output_tokens"].to_numpy().astype(np.int64)
+    mean_input = float(built.table["input_tokens"].to_numpy().mean())
+    return OutputLengths(outputs, mean_input, what, str(built.facts.get("source", "")))
 
 
 def _numbers(path: Path) -> npt.NDArray[np.int64] | None:

@@ -18,7 +18,6 @@ from typing import Any, Literal, TypeVar
 from ebbench.analysis.environment import differing_names, usual_options
 from ebbench.analysis.explain import Explanation, explain
 from ebbench.analysis.metrics import Metrics, Slo
-from ebbench.analysis.statistics import anytime_p_two_sided, confidence_sequence, holm, sign_flip_p, spread_of
 from ebbench.analysis.summary import Summary, summarise, summarise_phases
 from ebbench.records.run import Run
 
@@ -462,6 +461,8 @@ def two_sided_p(logs: Sequence[float], *, sequential: bool = False) -> float | N
     """
     if len(logs) < 2:
         return None
+    from ebbench.analysis.statistics import anytime_p_two_sided, sign_flip_p
+
     if sequential:
         return anytime_p_two_sided(logs)
     return min(1.0, 2 * min(sign_flip_p(logs), sign_flip_p([-value for value in logs])))
@@ -469,6 +470,8 @@ def two_sided_p(logs: Sequence[float], *, sequential: bool = False) -> float | N
 
 def adjusted(tests: Mapping[Name, Sequence[float]], *, sequential: bool = False) -> dict[Name, float]:
     """Holm-adjusted two-sided p-values of the log ratios of each test; tests with a single pair are left out."""
+    from ebbench.analysis.statistics import holm
+
     p_values = {name: p for name, logs in tests.items() if (p := two_sided_p(logs, sequential=sequential)) is not None}
     return dict(zip(p_values, holm(list(p_values.values())), strict=True))
 
@@ -535,6 +538,8 @@ def stop_reason_of(groups: Sequence[Group], group: Group) -> StopReason:
     p = p_value(groups, group.policy, figure)
     if p is not None and p <= ALPHA:
         return "shown"
+    from ebbench.analysis.statistics import confidence_sequence
+
     bounds = confidence_sequence(logs, 1 - ALPHA / (len(groups) - 1))
     return "equal" if -math.log1p(TIE) < bounds.low and bounds.high < math.log1p(TIE) else ""
 
@@ -553,6 +558,8 @@ def pairs_for(logs: Sequence[float], tests: int, power: float = 0.8) -> int | No
     """
     if len(logs) < 2 or not any(logs):
         return None
+    from ebbench.analysis.statistics import spread_of
+
     if not (mean := math.fsum(logs) / len(logs)):
         return None
     normal = NormalDist()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ebbench.config.declare import declared_in
-from ebbench.errors import refuse_unknown
+from ebbench.errors import UnknownNameError
 from ebbench.records.manifest import Manifest
 from ebbench.records.plan import ClosedPhase
 from ebbench.records.warnings import ESTIMATED, counted
@@ -437,7 +437,8 @@ def remedy(unlike: Sequence[Difference]) -> str:
 def check_allowed(names: Sequence[str]) -> tuple[str, ...]:
     """``names``, if all are in ENVIRONMENT. Raises UnknownNameError otherwise."""
     for name in names:
-        refuse_unknown("environment key", name, ENVIRONMENT)
+        if name not in ENVIRONMENT:
+            raise UnknownNameError("environment key", name, ENVIRONMENT)
     return tuple(names)
 
 

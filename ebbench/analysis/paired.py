@@ -31,7 +31,7 @@ from ebbench.analysis.verdict import (
     units_of,
     worse_by_gate,
 )
-from ebbench.errors import DataError, refuse_unknown
+from ebbench.errors import DataError, UnknownNameError
 from ebbench.records.warnings import Fact
 
 THROUGHPUT, GOODPUT, REQUEST_TIME = "output_throughput", "request_goodput", "median_e2el_ms"
@@ -174,7 +174,8 @@ def compare(
     if len(groups) < 2:
         raise DataError(_why_alone(groups, allowed))
     chosen = baseline or ("v1" if "v1" in groups else next(iter(groups)))
-    refuse_unknown("baseline", chosen, groups)
+    if chosen not in groups:
+        raise UnknownNameError("baseline", chosen, groups)
     others = {label: units for label, units in groups.items() if label != chosen}
     base = groups[chosen]
     contrasts = [

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbench.errors import UsageError
-
 if TYPE_CHECKING:
     from ebbench.client.check import LoadLevel
 
@@ -29,6 +27,7 @@ def client_check(
     same machine, so with a remote server the client can generate at least this load.
     """
     from ebbench.client.check import LEVELS, measure_levels
+    from ebbench.errors import UsageError
     from ebbench.render.documents import Console
     from ebbench.render.live import Work, shown
 

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from ebbench.config.options import OptionsOf, grouped
-from ebbench.errors import UsageError
 from ebbench.fakeserver.config import KINDS, FakeConfig, parse_fault
 
 
@@ -32,6 +31,7 @@ def fake_server(
 
     ebbench fake-server --port 8000 --ttft-ms 50 --itl-ms 20 --fault reset:every=10,after=5
     """
+    from ebbench.errors import UsageError
     from ebbench.fakeserver.server import run
 
     if fault == ["list"]:

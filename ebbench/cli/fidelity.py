@@ -9,8 +9,6 @@ from typing import Annotated
 
 import typer
 
-from ebbench.errors import UsageError, refuse_unknown
-
 tell = partial(typer.echo, err=True)
 GROUPS = (
     "replay", "calibration", "table 3", "table 2 and figure 5", "figure 3", "figure 4", "table 13",
@@ -51,16 +49,15 @@ def fidelity(
     if fit is not None:
         _fit(fit, seed)
         return
+    from ebbench.errors import UsageError
     from ebbench.papers.fidelity import scoreboard
     from ebbench.papers.fidelity.report import BOARD, all_scores, collect, merged_cells, read_cells, write_report
 
-    for name in only or ():
-        refuse_unknown("group", name, GROUPS)
     before = scoreboard.load(against / BOARD)
     if keep and not only:
         raise UsageError("--keep needs --only: without it all groups run")
     kept = read_cells(against) if keep else []
-    cells = merged_cells(kept, collect(tuple(only or GROUPS), seed, repeats, runs, workers, tell))
+    cells = merged_cells(kept, collect(_groups_chosen(only), seed, repeats, runs, workers, tell))
     files = write_report(cells, out, repeats, before)
     scores_by_group = all_scores(cells)
     for text in scoreboard.losses(scoreboard.scoreboard(cells), before):
@@ -80,11 +77,22 @@ def fidelity(
     typer.echo(f"report: {files[0]}")
 
 
+def _groups_chosen(only: list[str] | None) -> tuple[str, ...]:
+    from ebbench.errors import UnknownNameError
+
+    for name in only or ():
+        if name not in GROUPS:
+            raise UnknownNameError("group", name, GROUPS)
+    return tuple(only) if only else GROUPS
+
+
 def _fit(device: str, seed: int) -> None:
+    from ebbench.errors import UnknownNameError
     from ebbench.papers.fidelity.case import DEVICES
     from ebbench.papers.fidelity.runs import fit_host
 
-    refuse_unknown("device with published rows to fit on", device, DEVICES.values())
+    if device not in DEVICES.values():
+        raise UnknownNameError("device with published rows to fit on", device, DEVICES.values())
     host = fit_host(device, tell, seed)
     typer.echo("[host.default]")
     typer.echo(

@@ -11,10 +11,10 @@ import typer
 
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.config.options import completing, refuse_unused
-from ebbench.errors import UsageError, refuse_unknown
 from ebbench.spec.commands import setting
 
 if TYPE_CHECKING:
+    from ebbench.hazard import Hazard
     from ebbench.papers.table import PaperTable
 
 EXPERIMENTS = {"ifr": "e3", "sensitivity": "e5"}
@@ -52,6 +52,7 @@ def hazard(
 ) -> None:
     """Show the empirical completion hazard, tests of its trend (Mann-Kendall, regression), and the fit p0 + eta t."""
     from ebbench.engines.base import check_counts
+    from ebbench.errors import UsageError
 
     check_counts(num_prompts=num_prompts, output_len=output_len, max_num_seqs=max_num_seqs)
     if experiment:
@@ -72,11 +73,7 @@ def hazard(
     analysed = analyse_lengths(lengths.output_tokens)
     thresholds = fitted_thresholds(analysed, device, model, max_num_seqs)
     if plot is not None:
-        from ebbench.papers.eb.lengths import hazard_panels
-        from ebbench.render.figures import check_plot, save_plot
-
-        check_plot(plot)
-        save_plot(hazard_panels(analysed, lengths.name), plot)
+        _plot(analysed, lengths.name, plot)
     if as_json:
         sys.stdout.write(json.dumps(as_dict(lengths, analysed, thresholds), indent=2, allow_nan=False) + "\n")
         return
@@ -87,9 +84,11 @@ def hazard(
 
 
 def _table(experiment: str) -> PaperTable:
+    from ebbench.errors import UnknownNameError
     from ebbench.papers.registry import find_table
 
-    refuse_unknown("experiment", experiment, EXPERIMENTS)
+    if experiment not in EXPERIMENTS:
+        raise UnknownNameError("experiment", experiment, EXPERIMENTS)
     return find_table(EXPERIMENTS[experiment])
 
 
@@ -103,3 +102,11 @@ def _experiment(table: PaperTable, runs: Path, num_prompts: int | None, *, run: 
     if run:
         make_runs(table, options, store, workers=None, quiet=False)
     sys.stdout.write(rendered(table.document(options, store), "rich"))
+
+
+def _plot(analysed: Hazard, name: str, path: Path) -> None:
+    from ebbench.papers.eb.lengths import hazard_panels
+    from ebbench.render.figures import check_plot, save_plot
+
+    check_plot(path)
+    save_plot(hazard_panels(analysed, name), path)

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from ebbench.errors import UsageError
-
 JOBS = ("simulation", "server", "vllm", "log", "capacity", "sweep")
 
 
@@ -23,6 +21,7 @@ def init(
 
     Its first line says how to run it. `ebbench run ... --dry-run` prints such a file for settings that you have.
     """
+    from ebbench.errors import UsageError
     from ebbench.records.files import write_text
     from ebbench.runs.file import job_file
 

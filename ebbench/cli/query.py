@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ebbench.errors import UsageError, refuse_unknown
+from ebbench.errors import UnknownNameError, UsageError
 from ebbench.runs.stored import RunRoots
 
 FORMATS = ("table", "csv", "json", "parquet")
@@ -26,7 +26,8 @@ def query(
     """
     from ebbench.report import database
 
-    refuse_unknown("format", form, FORMATS)
+    if form not in FORMATS:
+        raise UnknownNameError("format", form, FORMATS)
     if form == "parquet" and output is None:
         raise UsageError("--format parquet needs --output FILE")
     stored = database.load(runs or [Path("runs")])

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ebbench.config.options import AllPercentiles, Format, check_format
-from ebbench.errors import DataError
 from ebbench.foreign.documents import visible
 from ebbench.process.command_line import GoodputCommand
 from ebbench.runs.stored import RunPaths
 
 if TYPE_CHECKING:
     from ebbench.analysis.metrics import Slo
+    from ebbench.errors import DataError
 
 
 def show(

@@ -12,7 +12,6 @@ import typer
 
 from ebbench.config.declare import OUTPUT, declared_in
 from ebbench.config.options import grouped, refuse_unused, under
-from ebbench.errors import refuse_unknown
 from ebbench.papers.options import DEFAULT_FOLDER, MakeMissing, PaperOptions, Quiet, Stored, Workers, choice, of_runs
 
 if TYPE_CHECKING:
@@ -47,11 +46,13 @@ def tables(
 
     Results come from stored runs; --run executes the missing ones and stores them.
     """
+    from ebbench.errors import UnknownNameError
     from ebbench.papers.registry import OF_RUNS, document_of_runs, find_table, listed_tables
     from ebbench.papers.table import make_runs
     from ebbench.runs.store import RunStore
 
-    refuse_unknown("format", style, FORMATS)
+    if style not in FORMATS:
+        raise UnknownNameError("format", style, FORMATS)
     if name == "list":
         refuse_unused(context, ("run", *_CHOICES), (), "without a table's name `ebbench tables`")
         for known, title in listed_tables().items():

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from ebbench.config.options import completing
-from ebbench.errors import UsageError
 from ebbench.process.command_line import Command
 from ebbench.spec.commands import setting
 
@@ -104,6 +103,7 @@ def fit(
 
     The file is a workload like any other: ebbench run FILE.toml, longer with -n, at another rate with --rate-scale.
     """
+    from ebbench.errors import UsageError
     from ebbench.records import files
     from ebbench.workloads.fit_log import as_toml, fit_workload
     from ebbench.workloads.options import recorded_file

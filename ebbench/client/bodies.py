@@ -159,17 +159,21 @@ class RequestBodies:
             ]
             return {field: [*earlier, self._question(turn)]}
         if self._dialect.holds == "documents":
-            text = turn.prompt if turn.prompt is not None else msgspec.json.decode(self._text(turn))
-            words = str(text).split() or [""]
-            if len(words) == 1:
-                return {"query": words[0], self._dialect.prompt: words}
-            parts = min(1 + self._documents, len(words))
-            ends = np.linspace(0, len(words), parts + 1).astype(int).tolist()
-            query, *documents = (" ".join(words[begin:end]) for begin, end in pairwise(ends))
-            return {"query": query, self._dialect.prompt: documents}
+            return self._ranking(turn)
         if turn.prompt is not None and field == "input_ids":
             field = "text"  # SGLang's field of a text
         return {field: self._prompt(turn, history)}
+
+    def _ranking(self, turn: Turn) -> dict[str, Any]:
+        """A query and documents: the prompt's words in equal parts; fewer documents where some would be empty."""
+        text = turn.prompt if turn.prompt is not None else msgspec.json.decode(self._text(turn))
+        words = str(text).split() or [""]
+        if len(words) == 1:
+            return {"query": words[0], self._dialect.prompt: words}
+        parts = min(1 + self._documents, len(words))
+        ends = np.linspace(0, len(words), parts + 1).astype(int).tolist()
+        query, *documents = (" ".join(words[begin:end]) for begin, end in pairwise(ends))
+        return {"query": query, self._dialect.prompt: documents}
 
     def _prompt(self, turn: Turn, history: Sequence[tuple[str, str]]) -> str | msgspec.Raw:
         if turn.prompt is None:

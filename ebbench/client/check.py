@@ -80,11 +80,7 @@ def steady_plan(streams: int, rate: float, seconds: float) -> Plan:
 
 def load_level(streams: int, result: DriveResult, ledger: Sequence[LedgerEntry]) -> LoadLevel:
     """Compare the client's measurements with the server's ledger."""
-    truth = {e.request_id: (e.first_token_ns - e.received_ns) for e in ledger if e.first_token_ns is not None}
-    names = ("request_id", "status", "sent_ns", "first_token_ns")
-    rows = zip(*(result.requests.column(name).to_pylist() for name in names), strict=True)
-    errors = [(first - sent - truth[name]) / 1e6 for name, status, sent, first in rows if status == "ok"]
-    errors_ms = np.array(errors, dtype=np.float64)
+    errors_ms = ttft_errors_ms(result.requests, ledger)
     tokens = sum(entry.tokens for entry in ledger)
     duration_s = max(1e-9, float(np.max(result.requests.column("end_ns").drop_null().to_numpy())) / 1e9)
     lost = result.requests.num_rows - len(errors_ms)
@@ -108,6 +104,18 @@ def load_level(streams: int, result: DriveResult, ledger: Sequence[LedgerEntry])
         trustworthy=not reason,
         reason=reason,
     )
+
+
+def ttft_errors_ms(requests: pa.Table, ledger: Sequence[LedgerEntry]) -> npt.NDArray[np.float64]:
+    """TTFT errors in ms, one per complete response: the client's TTFT from the send minus the server's.
+
+    Request ids in ``requests`` and ``ledger`` must be the same.
+    """
+    truth = {e.request_id: (e.first_token_ns - e.received_ns) for e in ledger if e.first_token_ns is not None}
+    names = ("request_id", "status", "sent_ns", "first_token_ns")
+    rows = zip(*(requests.column(name).to_pylist() for name in names), strict=True)
+    errors = [(first - sent - truth[name]) / 1e6 for name, status, sent, first in rows if status == "ok"]
+    return np.array(errors, dtype=np.float64)
 
 
 def _percentile(values: npt.NDArray[np.float64], q: float) -> float:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from secrets import token_hex
@@ -67,12 +67,26 @@ async def warm_up(load: MachineLoad, plan: Plan, environ: Mapping[str, str]) -> 
         _refuse(failed[0], "every warm-up request failed", load.options, environ)
 
 
+async def prime(load: MachineLoad, plan: Plan, environ: Mapping[str, str]) -> None:
+    """Put what the plan takes for held into the server's prefix cache. Raises RunError if a request for it fails."""
+    names = ("content", "hash_ids", "input_tokens", "output_tokens")
+    turns = [
+        Turn(row=0, request_id="", turn=0, prompt=None, block_tokens=block_tokens(plan.table), **row)
+        for row in primed(plan.table).select(names).to_pylist()
+    ]
+    answers = await _sent(load, turns, environ)
+    if failed := [answer for answer in answers if answer.error_class is not None]:
+        what = f"{len(failed)} of {len(answers)} requests that fill the prefix cache before the run failed"
+        _refuse(failed[0], what, load.options, environ)
+
+
 def _refuse(answer: StreamedResponse, what: str, options: ClientOptions, environ: Mapping[str, str]) -> NoReturn:
     body = redacted(answer.error_body, secrets(options, environ))[:200]
     raise RunError(f"{what} ({answer.error_class}: {body})")
 
 
 async def _sent(load: MachineLoad, turns: Sequence[Turn], environ: Mapping[str, str]) -> list[StreamedResponse]:
+    """The answers to requests that are not recorded."""
     if not turns:
         return []
     bodies, gate = RequestBodies(load.model, load.options), asyncio.Semaphore(_AT_ONCE)
@@ -102,6 +116,12 @@ _SLOWER_NS = 50_000_000
 _FEWEST = 3
 _TIMES_AS_OFTEN = 3.0
 """How much more often that must happen to first requests than to others, which a priority can let wait, too."""
+
+
+def connection_totals(workers: Iterable[WorkerDone | None]) -> dict[str, int]:
+    """Sums over the workers: connections opened, and the most that each held and used at a time."""
+    counts = [done.connections for done in workers if done is not None]
+    return {name: sum(getattr(count, name) for count in counts) for name in ("opened", "most_held", "most_used")}
 
 
 def slow_first_uses(requests: pa.Table, first_rows: Sequence[int]) -> tuple[RunWarning, ...]:
@@ -230,16 +250,17 @@ async def _made_ready(
     )
     await warm_up(load, plan, environ)
     reset = options.reset_prefix_cache and await server.reset_prefix_cache()
-    names = ("content", "hash_ids", "input_tokens", "output_tokens")
-    turns = [
-        Turn(row=0, request_id="", turn=0, prompt=None, block_tokens=block_tokens(plan.table), **row)
-        for row in primed(plan.table).select(names).to_pylist()
-    ]
-    answers = await _sent(load, turns, environ)
-    if failed := [answer for answer in answers if answer.error_class is not None]:
-        what = f"{len(failed)} of {len(answers)} requests that fill the prefix cache before the run failed"
-        _refuse(failed[0], what, load.options, environ)
+    await prime(load, plan, environ)
     return _Ready(served, version, load, reset)
+
+
+async def _nodes(
+    stack: AsyncExitStack, url: ServerUrl, options: ClientOptions, environ: Mapping[str, str]
+) -> Sequence[ClientNode]:
+    """One client on each node of a Ray cluster; they end with ``stack``."""
+    from ebbench.client.nodes import client_nodes
+
+    return await stack.enter_async_context(client_nodes(str(url), options, environ))
 
 
 async def _drive(
@@ -256,11 +277,7 @@ async def _drive(
     async with AsyncExitStack() as stack:
         interrupts = Interrupts()
         stack.enter_context(interrupts.signals)
-        nodes = None
-        if options.on_nodes:
-            from ebbench.client.nodes import client_nodes
-
-            nodes = await stack.enter_async_context(client_nodes(str(url), options, environ))
+        nodes = await _nodes(stack, url, options, environ) if options.on_nodes else None
         server = await stack.enter_async_context(ServerQueries(url, options, environ))
         ready = await _made_ready(server, url, plan, options, environ)
         part, made_up = PlanPart(np.arange(len(plan)), table, ready.load), ready.served.made_up
@@ -284,24 +301,19 @@ async def _drive(
     findings = senders.findings(limit_ms)
     server_metrics = scraper.table(tally.start_ns) if scraper else SERVER_METRICS.empty_table()
     facts = {
-        "server": str(url),
-        "client_transport": options.transport,
-        "endpoint": options.endpoint,
-        "request_id_prefix": ready.load.id_prefix,
-        **({} if options.host_label is None else {"host_label": options.host_label}),
+        **_asked_facts(ready.load),
         **_client_facts(senders.workers(), requests, limit_ms, tally.start_ns, power),
         **findings.facts,
         **_server_facts(ready, requests, server_metrics, tally.other_models),
         **_estimates(requests, counter),
     }
-    absent = facts.get("gpu_power", {}).get("absent")
     return DriveResult(
         requests=requests,
         warnings=(
             *client_warnings(requests, table, renamed, len(ready.load.dropped), tally.odd_numbers),
             *server.notes,
             *slow_first_uses(requests, tally.first_on_connection),
-            *(() if absent is None else (warning("power-absent", why=absent),)),
+            *_power_warnings(facts),
             *seen.warnings,
             *findings.warnings,
             *_about_server(requests, table, facts, environ, made_up=made_up),
@@ -313,19 +325,30 @@ async def _drive(
     )
 
 
+def _asked_facts(load: MachineLoad) -> dict[str, Any]:
+    """Which server was asked, and how."""
+    options = load.options
+    facts = {
+        "server": str(load.url),
+        "client_transport": options.transport,
+        "endpoint": options.endpoint,
+        "request_id_prefix": load.id_prefix,
+    }
+    return facts if options.host_label is None else facts | {"host_label": options.host_label}
+
+
 def _server_facts(
     ready: _Ready, requests: pa.Table, server_metrics: pa.Table, other_models: Mapping[str, int]
 ) -> dict[str, Any]:
     """What the server said of itself, and what its answers and metrics show."""
     rate, source = hit_rate(requests, server_metrics)
-    names, labels = (server_metrics[column].to_pylist() for column in ("name", "labels"))
     return {
         "served_model": ready.served.model,
         "prefix_cache_reset": ready.cache_reset,
         "prefix_hit_rate": rate,
         "prefix_hit_source": source,
         **drafts(requests, server_metrics),
-        "server_reports": reported_settings(zip(names, labels, strict=True)),
+        "server_reports": _reported(server_metrics),
         **({"server_version": ready.version} if ready.version else {}),
         **({"other_models": dict(other_models)} if other_models else {}),
     }
@@ -366,6 +389,11 @@ def _estimates(requests: pa.Table, counter: TokenizerCount | None) -> dict[str, 
     return {ESTIMATED: {"answers": count, "by": counter.description}} if counter is not None and count else {}
 
 
+def _reported(server_metrics: pa.Table) -> dict[str, Any]:
+    names, labels = (server_metrics[column].to_pylist() for column in ("name", "labels"))
+    return reported_settings(zip(names, labels, strict=True))
+
+
 def _senders(
     nodes: Sequence[ClientNode] | None, part: PlanPart, environ: Mapping[str, str]
 ) -> AbstractAsyncContextManager[Senders]:
@@ -385,21 +413,24 @@ def _client_facts(
     power: PowerSampler | None,
 ) -> dict[str, Any]:
     """Entries for the manifest about the load generator: workers, their CPU time (s), lags, start, and GPU power."""
-    counts = [done.connections for done in workers.values() if done is not None]
     facts: dict[str, Any] = {
         "client_workers": len(workers),
         "client_cpu_s": sum(done.cpu_s for done in workers.values() if done is not None),
         "send_lag_p99_ms": send_lag_p99_ms(requests),
         "loop_lag_p99_ms": loop_lag_p99_ms(workers.values()),
         "lag_limit_ms": lag_limit_ms,
-        "client_connections": {
-            name: sum(getattr(count, name) for count in counts) for name in ("opened", "most_held", "most_used")
-        },
+        "client_connections": connection_totals(workers.values()),
         "start_monotonic_ns": start_ns,
     }
     if power is not None:
         facts["gpu_power"] = power.facts(start_ns, start_ns + (pc.max(requests["end_ns"]).as_py() or 0))
     return facts
+
+
+def _power_warnings(facts: Mapping[str, Any]) -> tuple[RunWarning, ...]:
+    """Why power and energy are missing although the GPUs were read."""
+    absent = facts.get("gpu_power", {}).get("absent")
+    return () if absent is None else (warning("power-absent", why=absent),)
 
 
 async def _run(

@@ -340,14 +340,7 @@ class RequestSender:
         if options.transport == "direct":
             self._pool = ConnectionPool(head, tls, options.connect_timeout_s, options.connections)
         else:
-            import httpx
-
-            self._client = httpx.AsyncClient(
-                verify=tls if tls is not None else False,
-                headers=_headers(options, environ),
-                timeout=httpx.Timeout(None, connect=options.connect_timeout_s),
-                limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_LIMIT_S),
-            )
+            self._client = _httpx_client(options, tls, environ)
         self._requests: set[_OpenRequest] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -478,6 +471,17 @@ class RequestSender:
                 elif now_ns - streamed.last_ns > idle_ns:
                     kind = "idle_timeout" if streamed.times_ns else "first_token_timeout"
                     request.end(kind, f"nothing received for {self._options.idle_timeout_s:g} s")
+
+
+def _httpx_client(options: ClientOptions, tls: ssl.SSLContext | None, environ: Mapping[str, str]) -> httpx.AsyncClient:
+    import httpx
+
+    return httpx.AsyncClient(
+        verify=tls if tls is not None else False,
+        headers=_headers(options, environ),
+        timeout=httpx.Timeout(None, connect=options.connect_timeout_s),
+        limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_LIMIT_S),
+    )
 
 
 @contextlib.contextmanager

@@ -549,24 +549,37 @@ def token_times(
     tokens into a message, and a message without text has none. If a server splits tokens over several messages, the
     first message and the last ``count - 1`` are used.
     """
-    times, written = array("q", times_ns), len(times_ns) - len(empty)
-    leading = sum(place == position for place, position in enumerate(empty)) if written else 0
-    if count is None:
-        return TokenTimes(times[leading:], 0)
-    several_in_one = written and count > len(times)
-    for position in reversed(empty[leading:]):
-        if several_in_one or len(times) - leading > count:
-            del times[position]
-    times = times[leading:]
-    if not times:
+    times = _times_of_tokens(times_ns, empty, count)
+    if count is None or not times:
         return TokenTimes(times, 0)
     if len(times) > count:
         return TokenTimes(times[:1] + times[len(times) - count + 1 :] if count > 0 else array("q"), 0)
     spare = count - len(times)
-    if spare <= leading:  # tokens without text came before the first message with text, one message each
-        return TokenTimes(times, spare, 1 + spare)
-    share = 1 / len(times) if first.share is None else first.share
-    return TokenTimes(times, spare, min(max(first.tokens or round(count * share), 1), 1 + spare))
+    return TokenTimes(times, spare, _first_tokens(len(times), spare, len(_leading(times_ns, empty)), first))
+
+
+def _leading(times_ns: Sequence[int], empty: Sequence[int]) -> Sequence[int]:
+    """Positions of the messages without text before the first one with text; none if no message has text."""
+    leading = [position for place, position in enumerate(empty) if place == position]
+    return leading if len(empty) < len(times_ns) else ()
+
+
+def _times_of_tokens(times_ns: Sequence[int], empty: Sequence[int], count: int | None) -> array[int]:
+    times, leading = array("q", times_ns), len(_leading(times_ns, empty))
+    written = len(times) - len(empty)
+    several_in_one = count is not None and written and count > len(times)
+    for position in reversed(empty[leading:]):
+        if count is not None and (several_in_one or len(times) - leading > count):
+            del times[position]
+    return times[leading:]
+
+
+def _first_tokens(messages: int, spare: int, leading: int, first: FirstMessage) -> int:
+    """Tokens in the first of ``messages``, which carry ``spare`` more tokens than one each."""
+    if spare <= leading:  # tokens without text came before it, one message each
+        return 1 + spare
+    share = 1 / messages if first.share is None else first.share
+    return min(max(first.tokens or round((messages + spare) * share), 1), 1 + spare)
 
 
 def transport_failure(error: TransportError) -> str:

@@ -33,7 +33,7 @@ from ebbench.client.messages import (
     send,
 )
 from ebbench.client.release_schedule import ReleaseSchedule, SharedMemory, memory_folder
-from ebbench.client.session_plan import PlanPart
+from ebbench.client.session_plan import PlanPart, SessionPlan
 from ebbench.client.worker import WorkerSockets, run_worker, worker_process
 from ebbench.errors import UsageError
 from ebbench.network.connections import CA_VARIABLES
@@ -277,8 +277,23 @@ async def local_senders(part: PlanPart, environ: Mapping[str, str]) -> AsyncIter
     Raises UsageError if a worker may not open as many connections as its share of the load needs.
     """
     workers = workers_for(part.load.most_open, part.load.options)
+    _allow_connections(part, max(1, workers))
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ebbench-", dir=memory_folder()))
+        memory = stack.enter_context(contextlib.closing(_shared_files(folder, part.table, part.sessions)))
+        # No lock here: this process writes the schedule before the start and reads it after the end.
+        senders = LocalSenders(part.sessions.schedule(memory, contextlib.nullcontext()), part)
+        async with _workers(senders, Assignment(0, 0, folder, part.load), workers, environ):
+            yield senders
+
+
+def _allow_connections(part: PlanPart, workers: int) -> None:
+    """Raise this process's limit on open files, which the workers inherit, to what one of them needs.
+
+    Without a limit on open sessions that is as many as there are, or as the system lets.
+    """
     most_open = part.load.most_open
-    most = -(-most_open // max(1, workers))
+    most = -(-most_open // workers)
     allowed = allow_open_files(2 * (most or part.sessions.sessions) + OTHER_FILES)
     if most and allowed < most + OTHER_FILES:
         enough = -(-most_open // (allowed - OTHER_FILES)) if allowed > OTHER_FILES else 0
@@ -287,17 +302,6 @@ async def local_senders(part: PlanPart, environ: Mapping[str, str]) -> AsyncIter
             f"{most_open:,} requests open at a time need {most + OTHER_FILES:,} open files in a client process, "
             f"and the hard limit is {allowed:,}: raise it (ulimit -Hn, as root){remedy}"
         )
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ebbench-", dir=memory_folder()))
-        with pa.OSFile(str(plan_path(folder)), "wb") as sink, pa.ipc.new_file(sink, part.table.schema) as writer:
-            writer.write_table(part.table)
-        memory = stack.enter_context(
-            contextlib.closing(SharedMemory.create(schedule_path(folder), ReleaseSchedule.size(part.sessions.sessions)))
-        )
-        # No lock here: this process writes the schedule before the start and reads it after the end.
-        senders = LocalSenders(part.sessions.schedule(memory, contextlib.nullcontext()), part)
-        async with _workers(senders, Assignment(0, 0, folder, part.load), workers, environ):
-            yield senders
 
 
 def missing_records(
@@ -318,3 +322,10 @@ def missing_records(
             reason = "too_long" if dropped else lost if failed else unsent
             records.append(RequestRecord(row, -1, "failed" if failed else "never_sent", error_class=reason))
     return records
+
+
+def _shared_files(folder: str, table: pa.Table, session_plan: SessionPlan) -> SharedMemory:
+    """Write the plan, which all workers map into memory, and create the shared memory of the release schedule."""
+    with pa.OSFile(str(plan_path(folder)), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return SharedMemory.create(schedule_path(folder), ReleaseSchedule.size(session_plan.sessions))

@@ -25,9 +25,9 @@ from ebbench.client.request_sender import BODY_BYTES, ConnectionPool, errors_of_
 from ebbench.client.stream_messages import parse_document
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
-from ebbench.network.connections import IDLE_LIMIT_S, IdleTimeoutError, RequestHead, TransportError, tls_context
+from ebbench.network.connections import IdleTimeoutError, RequestHead, TransportError, tls_context
 from ebbench.network.credentials import KEY_VARIABLES, api_key, redacted
-from ebbench.network.questions import Answer, AnswerTooLargeError, ask, decoded
+from ebbench.network.questions import Answer, AnswerTooLargeError, ask, decoded, one_off_limits
 from ebbench.process.termination import signals_here, stoppable_from
 from ebbench.records.schema import SERVER_METRICS
 from ebbench.records.warnings import RunWarning, health_in_words, warning
@@ -129,6 +129,11 @@ class _Page:
         self.first_on_connection, self.body = True, bytearray()
         self._limit_bytes = limit_bytes
 
+    @property
+    def too_large(self) -> bool:
+        """Whether more came than was asked for."""
+        return len(self.body) > self._limit_bytes
+
     def sent(self, now_ns: int) -> None:
         """See AnswerReceiver."""
 
@@ -142,7 +147,7 @@ class _Page:
     def feed(self, data: bytes, now_ns: int) -> None:
         """Keep bytes of the body; end the exchange at the limit, by an exception in the parser."""
         self.body += data
-        if len(self.body) > self._limit_bytes:
+        if self.too_large:
             raise AnswerTooLargeError
 
 
@@ -168,7 +173,7 @@ class _Direct:
         except TimeoutError:
             raise IdleTimeoutError(f"no complete answer within {timeout_s:.3g} s") from None
         except TransportError:
-            if not (len(page.body) > page._limit_bytes):
+            if not page.too_large:
                 raise
             rest = b""
         finally:
@@ -177,7 +182,7 @@ class _Direct:
         if limit_bytes is None:
             return Answer(exchange.status, headers, b"")
         coding = headers.get("content-encoding", "identity")
-        if (len(page.body) > page._limit_bytes) or (len(rest) >= BODY_BYTES and coding != "identity"):
+        if page.too_large or (len(rest) >= BODY_BYTES and coding != "identity"):
             raise AnswerTooLargeError(f"larger than {limit_bytes:,} bytes")
         return Answer(exchange.status, headers, decoded(bytes(page.body) or rest, coding, limit_bytes))
 
@@ -191,10 +196,8 @@ class _Httpx:
     def __init__(self, headers: Mapping[str, str], tls: ssl.SSLContext | None) -> None:
         import httpx
 
-        # No idle connection is kept: it would occupy a thread of a server that has few of them.
-        limits = httpx.Limits(max_keepalive_connections=0, keepalive_expiry=IDLE_LIMIT_S)
         self._client = httpx.AsyncClient(
-            headers=headers, timeout=_ASK_TIMEOUT_S, limits=limits, verify=False if tls is None else tls
+            headers=headers, timeout=_ASK_TIMEOUT_S, limits=one_off_limits(), verify=False if tls is None else tls
         )
 
     async def ask(self, method: str, url: str, timeout_s: float, limit_bytes: int | None, json: bytes | None) -> Answer:
@@ -405,14 +408,7 @@ class ServerQueries:
         try:
             model = self._options.model or next(iter(_models_in(await self._models(_ASK_TIMEOUT_S))))
             target = self._server.target(self._options.endpoint, model)
-            least = replace(
-                self._options, temperature=None, ignore_eos=False, extra_body={"stream": None, "stream_options": None},
-                max_tokens_field="max_tokens" if self._options.endpoint == "chat" else None,
-            )  # fmt: skip
-            turn = Turn(
-                row=0, request_id="", turn=0, input_tokens=1, output_tokens=1, content=0, hash_ids=None, prompt="a"
-            )
-            answer = await self._ask("POST", target, None, body=RequestBodies(model, least).build(turn))
+            answer = await self._ask("POST", target, None, body=_smallest_body(model, self._options))
         except (TransportError, _NoModelsError):
             return False
         return answer.status == 200
@@ -431,6 +427,16 @@ class ServerQueries:
 
     def _redacted(self, text: str) -> str:
         return redacted(text, self._secrets)
+
+
+def _smallest_body(model: str, options: ClientOptions) -> bytes:
+    """A request for one token without a stream, with no field that a server may not know."""
+    least = replace(
+        options, temperature=None, ignore_eos=False, extra_body={"stream": None, "stream_options": None},
+        max_tokens_field="max_tokens" if options.endpoint == "chat" else None,
+    )  # fmt: skip
+    turn = Turn(row=0, request_id="", turn=0, input_tokens=1, output_tokens=1, content=0, hash_ids=None, prompt="a")
+    return RequestBodies(model, least).build(turn)
 
 
 class _NoModelsError(Exception):
@@ -453,14 +459,19 @@ def _models_in(answer: Answer) -> dict[str, dict[str, Any]]:
     models: dict[str, dict[str, Any]] = {}
     for entry in entries if isinstance(entries, list) else ():
         if isinstance(entry, dict) and isinstance(entry.get("id"), str) and entry["id"]:
-            typed: dict[str, Any] = {
-                name: entry[name] for name in ("root", "parent", "owned_by") if isinstance(entry.get(name), str)
-            }
-            limit = whole_number(entry.get("max_model_len"), at_least=1)
-            models.setdefault(entry["id"], typed if limit is None else typed | {"max_model_len": limit})
+            models.setdefault(entry["id"], _typed(entry))
     if not models:
         raise _NoModelsError("lists no model with an id; check the URL")
     return models
+
+
+def _typed(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are used, without those of another type than the OpenAI API and vLLM give them."""
+    typed: dict[str, Any] = {
+        name: entry[name] for name in ("root", "parent", "owned_by") if isinstance(entry.get(name), str)
+    }
+    limit = whole_number(entry.get("max_model_len"), at_least=1)
+    return typed if limit is None else typed | {"max_model_len": limit}
 
 
 def _refusal(answer: Answer) -> str:

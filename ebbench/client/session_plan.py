@@ -108,9 +108,7 @@ def plan_sessions(
     # An open loop releases sessions in the order of their arrival times.
     order = np.argsort(arrival_ns, kind="stable")
     if np.any(np.diff(arrival_ns) < 0):
-        groups = [rows[starts[i] : starts[i + 1]] for i in order.tolist()]
-        bounds = np.cumsum([0, *map(len, groups)])
-        rows, starts = [row for group in groups for row in group], bounds.tolist()
+        rows, starts = _reordered(rows, starts, order.tolist())
     arrivals = Arrivals(arrival_ns[order].tolist())
     slots = Slots.constant(max_concurrency)
     return SessionPlan(columns, rows, starts, slots, arrivals, graph, block_tokens(table))
@@ -188,6 +186,12 @@ def _grouped(table: pa.Table) -> tuple[list[int], list[int]]:
     rows = np.lexsort((turns, codes))
     starts = np.searchsorted(codes[rows], np.arange(codes.max() + 2))
     return rows.tolist(), starts.tolist()
+
+
+def _reordered(rows: list[int], starts: list[int], order: list[int]) -> tuple[list[int], list[int]]:
+    groups = [rows[starts[i] : starts[i + 1]] for i in order]
+    bounds = np.cumsum([0, *map(len, groups)])
+    return [row for group in groups for row in group], bounds.tolist()
 
 
 # Splits a plan over several machines: whole sessions, in release order, each machine with its share of the load.

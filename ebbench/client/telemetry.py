@@ -94,14 +94,7 @@ class RequestSpans:
         otlp = need("opentelemetry.exporter.otlp.proto.http.trace_exporter", "--otlp-endpoint", "otel")
         resources = need("opentelemetry.sdk.resources", "--otlp-endpoint", "otel")
         self._trace = need("opentelemetry.trace", "--otlp-endpoint", "otel")
-        parts = urlsplit(endpoint)
-        if parts.scheme not in ("http", "https") or parts.hostname is None:
-            raise UsageError(f"--otlp-endpoint {endpoint!r} is no URL; write http://HOST:4318")
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        try:
-            socket.create_connection((parts.hostname, port), _CONNECT_S).close()
-        except OSError as error:
-            raise RunError(f"no OpenTelemetry collector at {endpoint}: {error}") from None
+        _check_listening(endpoint)
         url = endpoint if urlsplit(endpoint).path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
         self._provider = sdk.TracerProvider(
             resource=resources.Resource.create({"service.name": "ebbench"}), shutdown_on_exit=False
@@ -119,21 +112,24 @@ class RequestSpans:
         """Export finished requests; those that were never sent have no span."""
         for row in requests.drop_columns(["itl_ns"]).to_pylist():
             if row["sent_ns"] is not None:
-                begin_ns = self.wall_start_ns
-                span = self._tracer.start_span(
-                    f"{self._operation} {self._model}",
-                    kind=self._trace.SpanKind.CLIENT,
-                    start_time=begin_ns + row["intended_ns"],
-                    attributes=self._attributes(row),
-                )
-                for name in ("sent", "first_token", "last_token"):
-                    if row[f"{name}_ns"] is not None:
-                        span.add_event(name, timestamp=begin_ns + row[f"{name}_ns"])
-                if row["status"] not in ("ok", "abandoned"):
-                    span.set_status(self._trace.StatusCode.ERROR, row["error_class"] or row["status"])
-                end_ns = row["end_ns"] if row["end_ns"] is not None else row["sent_ns"]
-                span.end(end_time=begin_ns + end_ns)
-                self._made += 1
+                self._export(row)
+
+    def _export(self, row: Mapping[str, Any]) -> None:
+        begin_ns = self.wall_start_ns
+        span = self._tracer.start_span(
+            f"{self._operation} {self._model}",
+            kind=self._trace.SpanKind.CLIENT,
+            start_time=begin_ns + row["intended_ns"],
+            attributes=self._attributes(row),
+        )
+        for name in ("sent", "first_token", "last_token"):
+            if row[f"{name}_ns"] is not None:
+                span.add_event(name, timestamp=begin_ns + row[f"{name}_ns"])
+        if row["status"] not in ("ok", "abandoned"):
+            span.set_status(self._trace.StatusCode.ERROR, row["error_class"] or row["status"])
+        end_ns = row["end_ns"] if row["end_ns"] is not None else row["sent_ns"]
+        span.end(end_time=begin_ns + end_ns)
+        self._made += 1
 
     def _attributes(self, row: Mapping[str, Any]) -> dict[str, Any]:
         attributes = {
@@ -223,3 +219,15 @@ def _operation(options: ClientOptions) -> str:
     """The name that OpenTelemetry's GenAI conventions have for requests of an endpoint, else the endpoint's."""
     dialect = DIALECTS[options.endpoint]
     return options.endpoint if dialect.whole else "chat" if dialect.thinks else "text_completion"
+
+
+def _check_listening(endpoint: str) -> None:
+    """Raise UsageError for what is no URL, RunError if nothing accepts a connection there."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or parts.hostname is None:
+        raise UsageError(f"--otlp-endpoint {endpoint!r} is no URL; write http://HOST:4318")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname, port), _CONNECT_S).close()
+    except OSError as error:
+        raise RunError(f"no OpenTelemetry collector at {endpoint}: {error}") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ebbench.errors import UnknownNameError, UsageError
@@ -176,16 +176,19 @@ _declared: dict[type, Mapping[str, Declared]] = {}
 def declared_in(kind: type, part: str = "") -> Mapping[str, Declared]:
     """The settings of a dataclass by name; fields that are not declared are left out."""
     if kind not in _declared:
-        hints = get_type_hints(kind)
-        declared: dict[str, Declared] = {}
-        for member in fields(kind):
-            if (noted := member.metadata.get("declared")) is not None:
-                default = member.default if member.default_factory is MISSING else member.default_factory()
-                declared[member.name] = Declared(member.name, "", hints[member.name], default, *noted)
-        _declared[kind] = declared
+        _declared[kind] = _declared_in(kind)
     return (
         {name: replace(declared, part=part) for name, declared in _declared[kind].items()} if part else _declared[kind]
     )
+
+
+def _declared_in(kind: type) -> Mapping[str, Declared]:
+    hints = get_type_hints(kind)
+    return {
+        member.name: Declared(member.name, "", hints[member.name], _default(member), *member.metadata["declared"])
+        for member in fields(kind)
+        if "declared" in member.metadata
+    }
 
 
 def check_ranges(owner: Any) -> None:
@@ -197,3 +200,9 @@ def check_ranges(owner: Any) -> None:
             check_range(option, value, declared.about)
         elif get_origin(declared.kind) is Literal and value not in get_args(declared.kind):
             raise UnknownNameError(option, value, get_args(declared.kind))
+
+
+def _default(member: Field[Any]) -> Any:
+    if member.default is not MISSING:
+        return member.default
+    return member.default_factory() if member.default_factory is not MISSING else MISSING

@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 
 from ebbench.config.declare import Declared, declared_in, option_name
-from ebbench.errors import UsageError, refuse_unknown
+from ebbench.errors import UnknownNameError, UsageError
 from ebbench.installation import bundled_dir
 
 # What the shell offers. If no name matches, it offers files.
@@ -140,8 +140,7 @@ class OptionsOf:
         settings: dict[str, Any] = {}
         for declared in self.declared(kind):
             value = given.pop(declared.name)
-            source = context.get_parameter_source(declared.name)
-            if source is not None and source.name != "DEFAULT":
+            if is_given(context, declared.name):
                 settings |= _settings_of(declared, value)
         return settings if kind is dict or not isinstance(kind, type) else kind(**{**self.defaults, **settings})
 
@@ -159,6 +158,12 @@ def _settings_of(declared: Declared, value: Any) -> Mapping[str, Any]:
     elif isinstance(value, list) and get_origin(declared.kind) is tuple:
         value = tuple(value)
     return {declared.name: value}
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether a parameter is on the command line, not at its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -214,12 +219,13 @@ def refuse_unused(context: typer.Context, options: Iterable[str], reads: Collect
 
 def given_options(context: typer.Context, options: Iterable[str]) -> list[str]:
     """The ``options`` (parameter names) that are on the command line, as the user writes them."""
-    names = {
-        param.name: str(param.opts[0] if param.param_type_name == "option" else param.name.upper())
-        for param in context.command.params
-    }
+    names = {param.name: _shown(param) for param in context.command.params}
     sources = {option: context.get_parameter_source(option) for option in options}
     return [names[option] for option, source in sources.items() if source and source.name == "COMMANDLINE"]
+
+
+def _shown(param: Any) -> str:
+    return str(param.opts[0] if param.param_type_name == "option" else param.name.upper())
 
 
 # Options that several commands have.
@@ -236,6 +242,7 @@ Format = Annotated[
 
 def check_format(style: str, *, as_json: bool) -> None:
     """Raise UnknownNameError for an unknown format, UsageError for a format together with --json."""
-    refuse_unknown("format", style, FORMATS)
+    if style not in FORMATS:
+        raise UnknownNameError("format", style, FORMATS)
     if as_json and style != FORMATS[0]:
         raise UsageError(f"--json and --format {style} are two formats; leave one of them out")

@@ -240,9 +240,7 @@ class Fleet:
                 self._acknowledge(unit, waiting.popleft()[1])
             unit.running_tokens = 0
             unit.queued_tokens = report.queued_tokens
-            unit.kv_tokens = report.kv_tokens + sum(
-                self._open[key][1].total_tokens for _, key in unit.unacknowledged if key in self._open
-            )
+            unit.kv_tokens = report.kv_tokens + self._in_transit_kv(unit)
 
     def prefilled(self, key: int) -> UnitState | None:
         """Record that the prompt of ``key`` is computed, before its unit reports it.
@@ -298,3 +296,7 @@ class Fleet:
 
     def _acknowledge(self, unit: UnitState, key: int) -> None:
         unit.in_flight_tokens -= self._counted.pop(key, 0)
+
+    def _in_transit_kv(self, unit: UnitState) -> int:
+        """KV tokens of requests in transit, which their unit cannot report yet."""
+        return sum(self._open[key][1].total_tokens for _, key in unit.unacknowledged if key in self._open)

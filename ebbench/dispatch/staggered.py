@@ -602,17 +602,22 @@ class StaggeredDispatcher(Dispatcher):
             self._mark_dispatched(instance, now_ns, busy)
             self._last_ns = now_ns
             self._turn = instance + 1
-            if not self._builder.sizing or self._continuing.reaches_next_pass:
-                self._continuing.forget(instance)
-            elif instance in self._continuing:
-                self._sent_ahead.add(instance)
-                self._without_capacity.add(instance)
-            else:
-                self._allow_early_dispatch(instance, now_ns)
+            self._plan_early_dispatch(instance, now_ns)
         return orders
 
     def _max_backlog_tokens(self, instance: int) -> int:
         return max(unit.backlog_tokens for unit in self.fleet.instances[instance])
+
+    def _plan_early_dispatch(self, instance: int, now_ns: int) -> None:
+        """Decide whether further requests may be sent before the next signal of the instance: to join the pass of the
+        batch sent now, or the pass that must follow it."""
+        if not self._builder.sizing or self._continuing.reaches_next_pass:
+            self._continuing.forget(instance)
+        elif instance in self._continuing:
+            self._sent_ahead.add(instance)
+            self._without_capacity.add(instance)
+        else:
+            self._allow_early_dispatch(instance, now_ns)
 
     def _allow_early_dispatch(self, instance: int, now_ns: int) -> None:
         """Allow the next batch to be sent before the pass that begins now ends: if a prompt takes several passes, or if

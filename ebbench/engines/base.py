@@ -99,27 +99,7 @@ _MOST_WARMUP = 1_000_000
 
 def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> None:
     """Raise UsageError for scheduler settings that vLLM refuses too, or that a policy does not support."""
-    active, threshold = options.max_num_active_seqs, options.long_prefill_token_threshold
-    if active is not None and active > options.max_num_seqs:
-        raise UsageError(
-            f"--max-num-active-seqs {active} is above --max-num-seqs {options.max_num_seqs}, which vLLM refuses; give "
-            f"{options.max_num_seqs} or less"
-        )
-    if not 0 <= threshold <= options.max_model_len:
-        raise UsageError(
-            f"--long-prefill-token-threshold must be between 0 (off) and --max-model-len {options.max_model_len}, not "
-            f"{threshold}"
-        )
-    if options.drafts is not None and 0 < threshold <= options.drafts.tokens:
-        raise UsageError(
-            f"--long-prefill-token-threshold {threshold} is less than a decode with {options.drafts.tokens} drafted "
-            f"tokens computes, at which vLLM fails; give {options.drafts.tokens + 1} or more"
-        )
-    if options.long_prefill_token_threshold_adaptive and not threshold:
-        raise UsageError(
-            "--long-prefill-token-threshold-adaptive has no effect without a threshold; give "
-            "--long-prefill-token-threshold too, for example 2048"
-        )
+    _check_vllm_limits(options)
     check_front_end(vars(options))
     if not 0 <= options.warmup <= _MOST_WARMUP:
         raise UsageError(f"--warmup must be 0 or more requests, at most {_MOST_WARMUP:,}, not {options.warmup}")
@@ -161,6 +141,31 @@ def refuse_two_orders(policy: str, orders_queue: bool) -> None:
         raise UsageError(
             f"policy {policy} orders waiting requests by its own rule, and --scheduling-policy priority by their "
             "priority: leave one of them out (ttft= or order= of the policy)"
+        )
+
+
+def _check_vllm_limits(options: EngineOptions) -> None:
+    """Raise UsageError for limits that contradict each other; vLLM refuses them too, or ignores them."""
+    active, threshold = options.max_num_active_seqs, options.long_prefill_token_threshold
+    if active is not None and active > options.max_num_seqs:
+        raise UsageError(
+            f"--max-num-active-seqs {active} is above --max-num-seqs {options.max_num_seqs}, which vLLM refuses; give "
+            f"{options.max_num_seqs} or less"
+        )
+    if not 0 <= threshold <= options.max_model_len:
+        raise UsageError(
+            f"--long-prefill-token-threshold must be between 0 (off) and --max-model-len {options.max_model_len}, not "
+            f"{threshold}"
+        )
+    if options.drafts is not None and 0 < threshold <= options.drafts.tokens:
+        raise UsageError(
+            f"--long-prefill-token-threshold {threshold} is less than a decode with {options.drafts.tokens} drafted "
+            f"tokens computes, at which vLLM fails; give {options.drafts.tokens + 1} or more"
+        )
+    if options.long_prefill_token_threshold_adaptive and not threshold:
+        raise UsageError(
+            "--long-prefill-token-threshold-adaptive has no effect without a threshold; give "
+            "--long-prefill-token-threshold too, for example 2048"
         )
 
 
@@ -268,16 +273,7 @@ def _uses(plan: Plan, column: str) -> bool:
 
 def start_notes(device: Device, options: EngineOptions) -> tuple[RunWarning, ...]:
     """Warnings where vLLM would refuse to start with these options, though the plan's requests fit."""
-    notes = []
-    limit, given = _positions(device), options.max_model_len
-    if limit and not _default_limit(device, options) and given > limit:
-        notes.append(warning("beyond-positions", max_model_len=given, positions=limit, model=device.model))
-    if device.geometry is not None and options.num_kv_blocks is None:  # else the device is not the limit
-        capacity = longest_sequence(device, options)
-        if capacity < given:
-            named = {"model": device.model, "device": device.name, "capacity_tokens": capacity}
-            notes.append(warning("beyond-capacity", max_model_len=given, **named))
-    return tuple(notes)
+    return (*_beyond_positions(device, options), *_beyond_capacity(device, options))
 
 
 def rank_notes(policy: PolicySpec, ranks: int) -> tuple[RunWarning, ...]:
@@ -299,6 +295,24 @@ def _default_limit(device: Device, options: EngineOptions) -> int:
     return _positions(device) if options.max_model_len == EngineOptions.max_model_len else 0
 
 
+def _beyond_positions(device: Device, options: EngineOptions) -> tuple[RunWarning, ...]:
+    limit = _positions(device)
+    if not limit or _default_limit(device, options) or options.max_model_len <= limit:
+        return ()
+    return (warning("beyond-positions", max_model_len=options.max_model_len, positions=limit, model=device.model),)
+
+
+def _beyond_capacity(device: Device, options: EngineOptions) -> tuple[RunWarning, ...]:
+    """With a given number of blocks the device is not the limit."""
+    if device.geometry is None or options.num_kv_blocks is not None:
+        return ()
+    capacity = longest_sequence(device, options)
+    if capacity >= options.max_model_len:
+        return ()
+    named = {"model": device.model, "device": device.name, "capacity_tokens": capacity}
+    return (warning("beyond-capacity", max_model_len=options.max_model_len, **named),)
+
+
 def num_kv_blocks(device: Device, options: EngineOptions) -> int:
     """Number of KV blocks of an instance: as given, or from the device's capacity.
 
@@ -307,21 +321,22 @@ def num_kv_blocks(device: Device, options: EngineOptions) -> int:
     layout = device.kv_layout
     if options.num_kv_blocks:
         if layout is not None and device.profile is not None:
-            pool_bytes = options.num_kv_blocks * layout.block_bytes
-            memory_bytes = device.profile.memory_bytes
-            if pool_bytes > memory_bytes:
-                raise UsageError(
-                    f"--num-kv-blocks {options.num_kv_blocks} would take {pool_bytes / 1e9:,.0f} GB of "
-                    f"{memory_bytes / 1e9:,.0f}: layers of {device.model} keep a window or a state, so its "
-                    "blocks are not of 16 tokens; give the number of blocks in its pool, as `ebbench devices show` "
-                    "prints it"
-                )
+            _check_pool(options.num_kv_blocks * layout.block_bytes, device.profile.memory_bytes, device.model, options)
         return options.num_kv_blocks
     return (
         device.kv_capacity_tokens // options.block_size
         if layout is None
         else layout.blocks_of(device.kv_capacity_tokens)
     )
+
+
+def _check_pool(pool_bytes: int, memory_bytes: int, model: str, options: EngineOptions) -> None:
+    if pool_bytes > memory_bytes:
+        raise UsageError(
+            f"--num-kv-blocks {options.num_kv_blocks} would take {pool_bytes / 1e9:,.0f} GB of "
+            f"{memory_bytes / 1e9:,.0f}: layers of {model} keep a window or a state, so its "
+            "blocks are not of 16 tokens; give the number of blocks in its pool, as `ebbench devices show` prints it"
+        )
 
 
 def longest_sequence(device: Device, options: EngineOptions) -> int:

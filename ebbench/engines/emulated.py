@@ -231,9 +231,7 @@ class _EmulatedRun:
         self._state, self._log = RequestState(whole), StepLog()
         self._clock = core_module.VirtualClock()
         self._streams: dict[str, Sequence[int]] = {}
-        # v1 is vLLM unchanged.
-        scheduler = None if policy.native else plugin.SCHEDULER
-        additional = {} if policy.native else plugin.additional_config(policy, device.calibration)
+        scheduler, additional = plugin_settings(policy, device)
         self.core = (
             self._core_with_shortcuts(core_module, policy, options, additional)
             if shortcuts
@@ -485,3 +483,10 @@ class _EmulatedRun:
             warnings=plan_notes(self._plan),
             facts=self._front_end.facts | ({} if self._drafts is None else self._drafts.facts),
         )
+
+
+def plugin_settings(policy: PolicySpec, device: Device) -> tuple[str | None, dict[str, object]]:
+    """Scheduler class and additional_config for a policy; none for v1, which is vLLM unchanged."""
+    if policy.native:
+        return None, {}
+    return plugin.SCHEDULER, plugin.additional_config(policy, device.calibration)

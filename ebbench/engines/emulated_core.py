@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -451,16 +450,6 @@ def build_core(
     with tempfile.TemporaryDirectory(prefix="ebbench-model-") as folder:
         config = MODEL_CONFIG | {"max_position_embeddings": options.max_model_len}
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        names = (
-            "max_num_active_seqs", "long_prefill_token_threshold_adaptive", "scheduler_reserve_full_isl",
-            "scheduling_policy",
-        )  # fmt: skip
-        chosen = {
-            name: getattr(options, name) for name in names if getattr(options, name) != getattr(EngineOptions, name)
-        }
-        for name in chosen:
-            if not hasattr(EngineArgs, name):
-                raise UsageError(f"{name} is not known to this vLLM ({vllm.__version__}); vLLM 0.32 has it")
         vllm_config = EngineArgs(
             model=folder,
             skip_tokenizer_init=True,
@@ -474,9 +463,9 @@ def build_core(
             max_model_len=max_model_len,
             enable_chunked_prefill=True,
             enable_prefix_caching=options.enable_prefix_caching,
-            prefix_caching_hash_algo="xxhash" if importlib.util.find_spec("xxhash") else "sha256",
+            prefix_caching_hash_algo="xxhash" if _has_xxhash() else "sha256",
             long_prefill_token_threshold=min(options.long_prefill_token_threshold, max_model_len),
-            **chosen,
+            **_later_options(options),
             async_scheduling=options.async_scheduling and options.drafts is None,  # which n-grams do not allow
             scheduler_cls=scheduler_cls,
             additional_config=additional_config,
@@ -506,6 +495,22 @@ def _speculative_config(options: EngineOptions, varies: bool) -> dict[str, Any] 
     tokens = options.drafts.tokens
     by_batch = {"num_speculative_tokens_per_batch_size": [[1, 1, tokens]]} if varies else {}
     return {"method": "ngram", "num_speculative_tokens": tokens, "prompt_lookup_max": 2, **by_batch}
+
+
+def _later_options(options: EngineOptions) -> dict[str, Any]:
+    """EngineArgs that older versions of vLLM lack, only those that differ from vLLM's default.
+
+    Raises UsageError for one that the installed vLLM does not know.
+    """
+    names = (
+        "max_num_active_seqs", "long_prefill_token_threshold_adaptive", "scheduler_reserve_full_isl",
+        "scheduling_policy",
+    )  # fmt: skip
+    chosen = {name: getattr(options, name) for name in names if getattr(options, name) != getattr(EngineOptions, name)}
+    for name in chosen:
+        if not hasattr(EngineArgs, name):
+            raise UsageError(f"{name} is not known to this vLLM ({vllm.__version__}); vLLM 0.32 has it")
+    return chosen
 
 
 @contextmanager
@@ -540,6 +545,14 @@ def make_request(
         priority=priority,
         block_hasher=core.request_block_hasher,
     )
+
+
+def _has_xxhash() -> bool:
+    try:
+        import xxhash  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 __all__ = ["VirtualClock", "VirtualExecutor", "build_core", "make_request"]

@@ -59,17 +59,21 @@ def take_shortcuts(core: Any) -> None:
     """Install the early exits on this core's KV manager and block hasher."""
     manager = core.scheduler.kv_cache_manager
     (group,) = manager.coordinator.single_type_managers
-    publish, published, block_size = manager.coordinator.cache_blocks, group.num_cached_block, group.block_size
+    _shorten_publishing(manager.coordinator, group)
+    _shorten_growth(manager, group)
+    _shorten_messages(core.scheduler)
+    if core.request_block_hasher is not None:
+        core.request_block_hasher = _shortened_hasher(core.request_block_hasher, group.block_size)
+
+
+def _shorten_publishing(coordinator: Any, group: Any) -> None:
+    publish, published, block_size = coordinator.cache_blocks, group.num_cached_block, group.block_size
 
     def cache_blocks(request: Any, num_computed_tokens: int) -> None:
         if num_computed_tokens // block_size > published.get(request.request_id, 0):
             publish(request, num_computed_tokens)
 
-    manager.coordinator.cache_blocks = cache_blocks
-    _shorten_growth(manager, group)
-    _shorten_messages(core.scheduler)
-    if core.request_block_hasher is not None:
-        core.request_block_hasher = _shortened_hasher(core.request_block_hasher, group.block_size)
+    coordinator.cache_blocks = cache_blocks
 
 
 def _shorten_growth(manager: Any, group: Any) -> None:
@@ -313,13 +317,7 @@ class SkippingMixin:
                 scheduler_output.num_scheduled_tokens = {
                     name: scheduled.get(name, 1) for name in skipped.ids if name in scheduled or name in late
                 }
-                ids = [*model_runner_output.req_ids, *late]
-                model_runner_output = replace(
-                    model_runner_output,
-                    req_ids=ids,
-                    req_id_to_index=dict(zip(ids, range(len(ids)), strict=True)),
-                    sampled_token_ids=[*model_runner_output.sampled_token_ids, *([token] for token in late.values())],
-                )
+                model_runner_output = _with_late(model_runner_output, late)
         scheduler_output.num_scheduled_tokens = self._append_plain_tokens(
             scheduler_output.num_scheduled_tokens, model_runner_output
         )
@@ -362,6 +360,16 @@ class SkippingMixin:
             return False
         settled = request.num_computed_tokens - request.num_output_placeholders + 1
         return bool(settled // self._span > self._published.get(request.request_id, 0))
+
+
+def _with_late(output: Any, late: dict[str, int]) -> Any:
+    ids = [*output.req_ids, *late]
+    return replace(
+        output,
+        req_ids=ids,
+        req_id_to_index=dict(zip(ids, range(len(ids)), strict=True)),
+        sampled_token_ids=[*output.sampled_token_ids, *([token] for token in late.values())],
+    )
 
 
 def supported() -> bool:

@@ -102,9 +102,7 @@ def select_engine(name: str) -> tuple[Engine, str]:
         return EndpointEngine(name), f"engine: the server at {name}"
     if name not in ENGINES and ("://" in name or _HOST_AND_PORT.match(name)):
         address = name.partition("://")[2] or name
-        known = _HOST_AND_PORT.match(address)
-        hint = f", such as http://{address}" if known else "; Unix sockets and other schemes are not supported"
-        raise UsageError(f"--engine {name}: write a server's URL as http://HOST:PORT{hint}")
+        raise UsageError(f"--engine {name}: write a server's URL as http://HOST:PORT" + _hint(address))
     if name not in ENGINES:
         raise UnknownNameError("engine", name, (*ENGINES, "http://HOST:PORT"))
     if name == "auto":
@@ -122,6 +120,12 @@ def select_engine(name: str) -> tuple[Engine, str]:
     from ebbench.engines.vllm import VllmEngine
 
     return VllmEngine(), "engine: vllm (a vLLM server started for this run)"
+
+
+def _hint(address: str) -> str:
+    if _HOST_AND_PORT.match(address):
+        return f", such as http://{address}"
+    return "; Unix sockets and other schemes are not supported"
 
 
 def chosen_engine(name: str) -> str:
@@ -152,13 +156,7 @@ def make_engine(spec: RunSpec) -> tuple[Engine, str]:
     engine = _serving(engine, spec)
     engine, several = with_cluster(engine, spec.cluster, spec.plan.scenario)
     if (given := spec.client.given()) and (client := client_options(engine, given)) is not None:
-        url = str(getattr(engine, "url", ""))
-        for name in ("ca_file", "verify_tls"):
-            if name in given and url.lower().startswith("http:"):
-                flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
-                raise UsageError(
-                    f"{flag} is for https, and {url} is asked without it; write https:// or leave {flag} out"
-                )
+        _check_tls(engine, given)
         engine = with_client(engine, replace(client, **given))
     return engine, f"{sentence}; {several}" if several else sentence
 
@@ -216,6 +214,15 @@ def client_options(engine: Engine, given: Collection[str] = ()) -> ClientOptions
 
 
 _FLAGS = {"headers": "--header", "verify_tls": "--insecure", "client_nodes": "--workers ray:N"}
+
+
+def _check_tls(engine: Engine, given: Collection[str]) -> None:
+    """Raise UsageError for options of an encrypted connection to a server that is asked without one."""
+    url = str(getattr(engine, "url", ""))
+    for name in ("ca_file", "verify_tls"):
+        if name in given and url.lower().startswith("http:"):
+            flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
+            raise UsageError(f"{flag} is for https, and {url} is asked without it; write https:// or leave {flag} out")
 
 
 def with_client(engine: Engine, client: ClientOptions) -> Engine:
@@ -283,22 +290,7 @@ def with_cluster(engine: Engine, cluster: ClusterOptions, scenario: str | None) 
     front = parse_dispatch(cluster.dispatch or DEFAULT_DISPATCH)
     decode = parse_dispatch(cluster.decode_dispatch) if cluster.decode_dispatch else None
     if engine.name == "sim":
-        from ebbench.config.topology import PoolSpec, TopologySpec
-        from ebbench.dispatch import DEFAULT_DISPATCH, parse_dispatch
-        from ebbench.engines.sim import SimEngine
-
-        if spec is None:
-            spec = TopologySpec(replicas=PoolSpec(instances=replicas or 1))
-        elif replicas is not None:
-            raise UsageError("--topology sets the number of instances; leave out --replicas")
-        if decode is not None and not spec.disaggregated:
-            raise UsageError(
-                f"--decode-dispatch is for a decode pool, which {spec.label} has not; leave it out, or give --topology "
-                "1p1d"
-            )
-        decode = decode or parse_dispatch("iqr" if front.kind == "sbs" else DEFAULT_DISPATCH)
-        words = f"{spec.label} ({spec.gpus} GPUs), dispatch {front.name}"
-        return SimEngine(spec, front.name, decode.name), words
+        return _simulated(spec, replicas, front, decode)
     if engine.name == "vllm":
         if decode is not None:
             raise UsageError("--decode-dispatch is for simulated decode pools (--engine sim); leave it out")
@@ -307,6 +299,27 @@ def with_cluster(engine: Engine, cluster: ClusterOptions, scenario: str | None) 
         f"--topology is for engine sim and --replicas for sim and vllm, not {engine.name}; for servers of your own, "
         "put `ebbench gateway` in front of them and give its URL as --engine"
     )
+
+
+def _simulated(
+    spec: TopologySpec | None, replicas: int | None, front: DispatchSpec, decode: DispatchSpec | None
+) -> tuple[Engine, str]:
+    """The simulator with several instances."""
+    from ebbench.config.topology import PoolSpec, TopologySpec
+    from ebbench.dispatch import DEFAULT_DISPATCH, parse_dispatch
+    from ebbench.engines.sim import SimEngine
+
+    if spec is None:
+        spec = TopologySpec(replicas=PoolSpec(instances=replicas or 1))
+    elif replicas is not None:
+        raise UsageError("--topology sets the number of instances; leave out --replicas")
+    if decode is not None and not spec.disaggregated:
+        raise UsageError(
+            f"--decode-dispatch is for a decode pool, which {spec.label} has not; leave it out, or give --topology 1p1d"
+        )
+    decode = decode or parse_dispatch("iqr" if front.kind == "sbs" else DEFAULT_DISPATCH)
+    words = f"{spec.label} ({spec.gpus} GPUs), dispatch {front.name}"
+    return SimEngine(spec, front.name, decode.name), words
 
 
 def _servers(engine: Engine, spec: TopologySpec | None, dispatch: DispatchSpec, count: int) -> tuple[Engine, str]:

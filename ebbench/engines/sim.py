@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -127,6 +126,10 @@ class SimEngine:
     steps_in_parts: bool = False
     name: str = "sim"
 
+    @property
+    def _disaggregated(self) -> bool:
+        return self.topology is not None and self.topology.disaggregated
+
     def run(
         self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None = None
     ) -> EngineResult:
@@ -137,7 +140,7 @@ class SimEngine:
         refuse_undecided(self.topology, [policy])
         if self.topology is not None:
             refuse_queue_limits(options, self.topology.label)
-        if self.topology is not None and self.topology.disaggregated and options.drafts is not None:
+        if self._disaggregated and options.drafts is not None:
             raise UsageError(
                 "--speculative is not simulated with separate prefill and decode pools; leave one of them out"
             )
@@ -154,13 +157,20 @@ class SimEngine:
 def _kv_managers(plan: Plan, options: EngineOptions) -> list[MakeKv]:
     """The fastest KV manager that may be exact for the plan, then one that always is."""
 
+    def counting(state: RequestState, total: int) -> CountingKv:
+        return CountingKv(state, total, caching=False)
+
+    def by_stream(state: RequestState, total: int) -> StreamKv:
+        return StreamKv(state, total, options.block_size)
+
+    def by_identity(state: RequestState, total: int) -> CachingKv:
+        return CachingKv(state, total, options.block_size)
+
     if not options.enable_prefix_caching:
-        return [lambda state, total: CountingKv(state, total, caching=False)]
-    by_identity = partial(CachingKv, block_size=options.block_size)
+        return [counting]
     # What a drafter computes again of a cached prefix stays in the cache beside it.
     computed_twice = options.drafts is not None and options.drafts.rules.own_kv
-    turns = streams_take_turns(plan) and not computed_twice
-    return [partial(StreamKv, block_size=options.block_size), by_identity] if turns else [by_identity]
+    return [by_stream, by_identity] if streams_take_turns(plan) and not computed_twice else [by_identity]
 
 
 def _nothing_shared(plan: Plan) -> bool:
@@ -198,16 +208,7 @@ class _Simulation:
         """Run to the end and build the tables."""
         loop = self._loop
         if observer is not None:
-            last_s = time.perf_counter()
-
-            def tick(now_ns: int) -> None:
-                nonlocal last_s
-                wall_s = time.perf_counter()
-                if wall_s - last_s >= PROGRESS_INTERVAL_S:
-                    last_s = wall_s
-                    observer.update(self._progress(now_ns))
-
-            loop.tick = tick
+            loop.tick = self._ticker(observer)
         interrupted = False
         try:
             with interruptible():
@@ -219,6 +220,19 @@ class _Simulation:
             stuck = "scheduler" if len(self._kv_totals) == 1 else "cluster"
             raise RunError(f"{requests - loop.ended} of {requests} requests never ended: the {stuck} is stuck")
         return self._result(interrupted)
+
+    def _ticker(self, observer: Observer) -> Callable[[int], None]:
+        """A function for the event loop that shows progress a few times per second of wall time."""
+        last_s = time.perf_counter()
+
+        def tick(now_ns: int) -> None:
+            nonlocal last_s
+            wall_s = time.perf_counter()
+            if wall_s - last_s >= PROGRESS_INTERVAL_S:
+                last_s = wall_s
+                observer.update(self._progress(now_ns))
+
+        return tick
 
     def _progress(self, now_ns: int) -> Progress:
         loop, own = self._loop, slice(len(self._plan))  # warm-up requests follow the plan's rows

@@ -234,22 +234,8 @@ def serve_arguments(serving: Serving) -> list[str]:
     config: dict[str, object] = {}
     # v1 is vLLM unchanged, unless its steps are to be recorded.
     if not serving.policy.native or serving.record is not None or serving.signals is not None:
-        method = served_drafts(serving.extra).get("method")
-        if isinstance(method, str) and not drafts_supported(method.strip("[]")):
-            needing = "a record of the steps" if serving.policy.native else f"policy {serving.policy.name}"
-            raise UsageError(
-                f"{needing} cannot be combined with speculative decoding by {method} (tested are {DRAFTERS}); draft by "
-                "one of these, or measure the URL of `ebbench serve --policy v1` without --record"
-            )
-        needed = plugin.needs_calibration(serving.policy)
-        if needed and serving.calibration is None:
-            raise UsageError(
-                f"policy {serving.policy.name} computes its threshold from the GPU's costs: give --device, or "
-                "--calibration FILE"
-            )
-        config |= plugin.additional_config(
-            serving.policy, serving.calibration if needed else None, serving.record, serving.signals
-        )
+        _refuse_drafts(serving)
+        config |= _plugin_config(serving)
         arguments += ["--scheduler-cls", plugin.SCHEDULER]
     if serving.emulation is not None:
         if served_drafts(serving.extra):
@@ -262,13 +248,29 @@ def serve_arguments(serving: Serving) -> list[str]:
     if config:
         arguments += ["--additional-config", json.dumps(config, separators=(",", ":"))]
     if serving.options is not None:
-        given = "--gpu-memory-utilization" in map(_name_of, serving.extra)
-        if given and serving.options.gpu_memory_utilization is not None:
-            raise UsageError("--gpu-memory-utilization is given before and after the --; leave one out")
+        _refuse_two_shares(serving.options, serving.extra)
         arguments += _option_arguments(serving.options, serving.emulation is not None)
     if serving.max_model_len is not None:
         arguments += ["--max-model-len", str(serving.max_model_len)]
     return [*arguments, *serving.extra]
+
+
+def _refuse_drafts(serving: Serving) -> None:
+    """Raise UsageError for a way of drafting that the plugin would refuse after vLLM has started."""
+    method = served_drafts(serving.extra).get("method")
+    if isinstance(method, str) and not drafts_supported(method.strip("[]")):
+        needing = "a record of the steps" if serving.policy.native else f"policy {serving.policy.name}"
+        raise UsageError(
+            f"{needing} cannot be combined with speculative decoding by {method} (tested are {DRAFTERS}); draft by one "
+            "of these, or measure the URL of `ebbench serve --policy v1` without --record"
+        )
+
+
+def _refuse_two_shares(options: EngineOptions, extra: Sequence[str]) -> None:
+    """Raise UsageError where the share of the memory is given to ebbench and to vLLM: one would be ignored."""
+    given = "--gpu-memory-utilization" in map(_name_of, extra)
+    if given and options.gpu_memory_utilization is not None:
+        raise UsageError("--gpu-memory-utilization is given before and after the --; leave one out")
 
 
 def _emulated_config(emulation: Emulation, options: EngineOptions | None) -> dict[str, object]:
@@ -283,6 +285,18 @@ def _emulated_config(emulation: Emulation, options: EngineOptions | None) -> dic
         }  # fmt: skip
         settings |= {name: value for name, value in given.items() if value not in (None, False, "auto")}
     return settings
+
+
+def _plugin_config(serving: Serving) -> dict[str, object]:
+    needed = plugin.needs_calibration(serving.policy)
+    if needed and serving.calibration is None:
+        raise UsageError(
+            f"policy {serving.policy.name} computes its threshold from the GPU's costs: give --device, or "
+            "--calibration FILE"
+        )
+    return plugin.additional_config(
+        serving.policy, serving.calibration if needed else None, serving.record, serving.signals
+    )
 
 
 def _option_arguments(options: EngineOptions, emulated: bool) -> list[str]:

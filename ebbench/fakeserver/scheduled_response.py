@@ -269,18 +269,7 @@ class ScheduledResponse:
         if not self.active:
             return 0
         if self._sent == self._break_at:
-            kind = self._fault.kind if self._fault else ""
-            self._close(kind)
-            if kind == "reset":
-                self._sender.reset()
-            elif kind == "close":
-                self._sender.close()
-            elif kind != "stall":
-                bad = {"malformed": b'{"choices":[{"text":', "error-frame": b'{"error":{"message":"engine died",'
-                       b'"type":"InternalServerError","code":500}}'}  # fmt: skip
-                frame = chunk(self._messages.event(bad[kind])) if kind in bad else b""
-                self._sender.send(frame + LAST_CHUNK)
-                self._sender.finished()
+            self._commit_fault()
             return 0
         tokens = min(self._per_message, self._planned - self._sent)
         now_ns = time.monotonic_ns()
@@ -332,6 +321,21 @@ class ScheduledResponse:
         self._close(finish)
         self._sender.send(b"".join(parts))
         self._sender.finished()
+
+    def _commit_fault(self) -> None:
+        """Apply the fault to the response."""
+        kind = self._fault.kind if self._fault else ""
+        self._close(kind)
+        if kind == "reset":
+            self._sender.reset()
+        elif kind == "close":
+            self._sender.close()
+        elif kind != "stall":
+            bad = {"malformed": b'{"choices":[{"text":', "error-frame": b'{"error":{"message":"engine died",'
+                   b'"type":"InternalServerError","code":500}}'}  # fmt: skip
+            frame = chunk(self._messages.event(bad[kind])) if kind in bad else b""
+            self._sender.send(frame + LAST_CHUNK)
+            self._sender.finished()
 
     def _close(self, outcome: str) -> None:
         self.active = False

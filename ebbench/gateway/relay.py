@@ -407,10 +407,7 @@ class Relay:
                     first = False
                     self._queue.first_token(key)
                 if self._infer:
-                    duration_ns = upstream.bursts.message(time.monotonic_ns())
-                    if duration_ns is not None:
-                        self._metrics.passes.labels(upstream.url).inc()
-                        self._queue.end_forward(EndForward(upstream.index, duration_ns, continues=True, generates=True))
+                    self._note_message(upstream)
                 passed = data if lines is None else lines.feed(data)
                 if passed:
                     await send({"type": "http.response.body", "body": passed, "more_body": True})
@@ -427,6 +424,12 @@ class Relay:
             raise
         finally:
             self._metrics.answers.labels(upstream.url, outcome).inc()
+
+    def _note_message(self, upstream: Upstream) -> None:
+        duration_ns = upstream.bursts.message(time.monotonic_ns())
+        if duration_ns is not None:
+            self._metrics.passes.labels(upstream.url).inc()
+            self._queue.end_forward(EndForward(upstream.index, duration_ns, continues=True, generates=True))
 
 
 def _carries_events(response: httpx.Response) -> bool:

@@ -210,14 +210,17 @@ class Upstreams:
             healthy = False
             with contextlib.suppress(httpx.HTTPError, TransportError):
                 healthy = (await self._get(upstream.server.page("health"))).status < 500  # not all have that page
-            upstream.passed_checks, upstream.failed_checks = (
-                (upstream.passed_checks + 1, 0) if healthy else (0, upstream.failed_checks + 1)
-            )
-            if upstream.state == "active" and upstream.failed_checks >= self._settings.eject_after:
-                self._eject(upstream)
-            elif upstream.state == "ejected" and upstream.passed_checks >= self._settings.return_after:
-                upstream.state = "active"
-                self._on_change(self.active)
+            self._record_check(upstream, healthy)
+
+    def _record_check(self, upstream: Upstream, healthy: bool) -> None:
+        upstream.passed_checks, upstream.failed_checks = (
+            (upstream.passed_checks + 1, 0) if healthy else (0, upstream.failed_checks + 1)
+        )
+        if upstream.state == "active" and upstream.failed_checks >= self._settings.eject_after:
+            self._eject(upstream)
+        elif upstream.state == "ejected" and upstream.passed_checks >= self._settings.return_after:
+            upstream.state = "active"
+            self._on_change(self.active)
 
     def _eject(self, upstream: Upstream) -> None:
         upstream.state = "ejected"

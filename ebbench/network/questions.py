@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from ebbench.network.connections import ProtocolError, TransportError
+from ebbench.network.connections import IDLE_LIMIT_S, ProtocolError, TransportError
 
 if TYPE_CHECKING:
     import httpx  # 0.1 s of CPU, which a run against a server would spend
@@ -30,6 +30,13 @@ class Answer(NamedTuple):
 
 class AnswerTooLargeError(TransportError):
     """A response with more bytes than the caller takes."""
+
+
+def one_off_limits() -> httpx.Limits:
+    """Limits of a client that keeps no idle connection: it would occupy a thread of a server that has few of them."""
+    import httpx
+
+    return httpx.Limits(max_keepalive_connections=0, keepalive_expiry=IDLE_LIMIT_S)
 
 
 async def ask(

@@ -137,10 +137,7 @@ def exit_code(call: Callable[[], Any]) -> int:
         return complain(_encoding_message(error), EbbenchError.exit_code)
     except OSError as error:
         _drop_output()
-        why = error.strerror or str(error) or type(error).__name__
-        return complain(
-            _with_notes(f"{error.filename}: {why}" if error.filename else why, error), EbbenchError.exit_code
-        )
+        return complain(_with_notes(_system_message(error), error), EbbenchError.exit_code)
     except MemoryError as error:
         return complain(_with_notes(_memory_message(error), error), EbbenchError.exit_code)
     except SystemExit as stop:
@@ -202,6 +199,12 @@ def _encoding_message(error: UnicodeEncodeError) -> str:
     ):  # Python's representation of bytes in a path that are not UTF-8
         return f"{error.object!a}: not UTF-8; rename the file or directory"
     return f"the output's encoding, {error.encoding}, has no {text!a}; set PYTHONIOENCODING=utf-8"
+
+
+def _system_message(error: OSError) -> str:
+    """The operating system's reason, with the file if there is one."""
+    why = error.strerror or str(error) or type(error).__name__
+    return f"{error.filename}: {why}" if error.filename else why
 
 
 def _memory_message(error: MemoryError) -> str:

@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from ebbench.errors import RunError
@@ -48,24 +48,38 @@ def joined(ray: Any, address: str, *, own_cpus: int | None = None) -> Iterator[N
     if ray.is_initialized():
         yield
         return
-    with descendants_guarded() if address == THIS_MACHINE else nullcontext():
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if address == THIS_MACHINE:
-            options |= {"include_dashboard": False, "num_cpus": own_cpus}
-        else:
-            host, _, port = address.rpartition(":")
-            if host and "/" not in host and port.isdigit():  # neither auto nor a URL of Ray
-                try:
-                    socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-                except (OSError, OverflowError) as error:
-                    raise RunError(f"no Ray cluster at {address}: {error}") from None
-        try:
-            with signals_kept():  # Ray handles SIGTERM with sys.exit, which would lose measurements
-                ray.init(address=address, **options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            where = "this machine" if address == THIS_MACHINE else address
-            raise RunError(f"no Ray cluster at {where}: {str(error).splitlines()[0]}") from None
+    with _guarded(address):
+        _connect(ray, address, own_cpus)
         try:
             yield
         finally:
             ray.shutdown()
+
+
+def _guarded(address: str) -> AbstractContextManager[None]:
+    """A cluster of its own ends with this process: Ray's agents notice a minute late that it was killed."""
+    return descendants_guarded() if address == THIS_MACHINE else nullcontext()
+
+
+def _connect(ray: Any, address: str, own_cpus: int | None) -> None:
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address == THIS_MACHINE:
+        options |= {"include_dashboard": False, "num_cpus": own_cpus}
+    else:
+        _check_listening(address)
+    try:
+        with signals_kept():  # Ray handles SIGTERM with sys.exit, which would lose measurements
+            ray.init(address=address, **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = "this machine" if address == THIS_MACHINE else address
+        raise RunError(f"no Ray cluster at {where}: {str(error).splitlines()[0]}") from None
+
+
+def _check_listening(address: str) -> None:
+    """Raise RunError if nothing accepts a connection: Ray would retry for minutes without a message."""
+    host, _, port = address.rpartition(":")
+    if host and "/" not in host and port.isdigit():  # neither auto nor a URL of Ray
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        except (OSError, OverflowError) as error:
+            raise RunError(f"no Ray cluster at {address}: {error}") from None

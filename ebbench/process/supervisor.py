@@ -34,17 +34,22 @@ def main(grace_s: float, command: list[str]) -> int:
     """Run ``command`` to its end, or end it. Returns the exit status for this process."""
     if _LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    wakeups = _signals_as_bytes()
+    program = _started(command)
+    status = _until_ended(program, wakeups, grace_s)
+    _kill_descendants()
+    return status
+
+
+def _signals_as_bytes() -> int:
+    """A descriptor that yields the number of each arriving signal as one byte."""
     reader, writer = os.pipe()
     for end in (reader, writer):
         os.set_blocking(end, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in (*_STOPPING, signal.SIGCHLD):
         signal.signal(number, lambda _number, _frame: None)
-    wakeups = reader
-    program = _started(command)
-    status = _until_ended(program, wakeups, grace_s)
-    _kill_descendants()
-    return status
+    return reader
 
 
 def _started(command: list[str]) -> int:
@@ -81,16 +86,20 @@ def _until_ended(program: int, wakeups: int, grace_s: float) -> int:
                 os.kill(program, signal.SIGKILL)
             left_s = float("inf")
         ready, _, _ = select.select(watched, [], [], None if left_s == float("inf") else left_s)
-        asked = LIFELINE in ready and not os.read(LIFELINE, 1)
-        if wakeups in ready:
-            asked = asked or any(number in _STOPPING for number in os.read(wakeups, 4096))
-        if asked:
+        if _asked_to_end(ready, wakeups):
             if LIFELINE in ready:
                 watched = [wakeups]  # closed: it would always be ready
             first = deadline == float("inf")
             deadline = min(deadline, time.monotonic() + (grace_s if first else _HASTE_S))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(program, signal.SIGTERM)
+
+
+def _asked_to_end(ready: list[int], wakeups: int) -> bool:
+    asked = LIFELINE in ready and not os.read(LIFELINE, 1)
+    if wakeups in ready:
+        asked = asked or any(number in _STOPPING for number in os.read(wakeups, 4096))
+    return asked
 
 
 def _reaped(program: int) -> int | None:

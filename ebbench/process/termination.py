@@ -226,9 +226,7 @@ def finish() -> None:
 def _handler(number: int, frame: FrameType | None) -> None:
     for descriptor in _terminals:
         if not _is_terminal(descriptor):  # hung up; writing to it would fail in the middle of storing a run
-            null = os.open(os.devnull, os.O_RDWR)
-            os.dup2(null, descriptor)
-            os.close(null)
+            _silence(descriptor)
     interrupt = signal.getsignal(signal.SIGINT)
     if number != signal.SIGINT and interrupt is not _handler and callable(interrupt):
         # A server that runs in this process (uvicorn) has set its own handler. Called, not raised as a signal: uvloop
@@ -257,6 +255,12 @@ def _is_terminal(descriptor: int) -> bool:
         return os.isatty(descriptor)
     except OSError:
         return False
+
+
+def _silence(descriptor: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, descriptor)
+    os.close(null)
 
 
 _terminals = [number for number in _TERMINALS if _is_terminal(number)]

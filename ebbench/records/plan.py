@@ -196,10 +196,6 @@ def turn_graph(table: pa.Table) -> TurnGraph:
     if branched:
         parents, children = _edges(table, parents, children, sessions, turns)
     waits = np.bincount(children, minlength=len(order)).astype(np.int64)
-    parallel: dict[int, list[int]] = {}
-    first_of = dict(zip(sessions[first].tolist(), np.flatnonzero(first).tolist(), strict=True)) if branched else {}
-    for row in np.flatnonzero((waits == 0) & ~first).tolist() if branched else ():
-        parallel.setdefault(first_of[int(sessions[row])], []).append(row)
     by_parent = np.argsort(parents, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(parents, minlength=len(order)))])
     return TurnGraph(
@@ -208,7 +204,7 @@ def turn_graph(table: pa.Table) -> TurnGraph:
         children[by_parent].tolist(),
         optional_ints(table, "pause_ns"),
         np.flatnonzero(first).tolist(),
-        parallel,
+        _parallel_starts(sessions, first, np.flatnonzero((waits == 0) & ~first)) if branched else {},
         branched,
     )
 
@@ -290,6 +286,14 @@ def _edges(table: pa.Table, before: Ints, following: Ints, sessions: Ints, turns
     children = np.concatenate([following[by_default], waiting])
     order = np.lexsort((turns[children], sessions[children]))
     return parents[order], children[order]
+
+
+def _parallel_starts(sessions: Ints, first: npt.NDArray[np.bool_], others: Ints) -> dict[int, list[int]]:
+    first_of = dict(zip(sessions[first].tolist(), np.flatnonzero(first).tolist(), strict=True))
+    rows_by_first: dict[int, list[int]] = {}
+    for row in others.tolist():
+        rows_by_first.setdefault(first_of[int(sessions[row])], []).append(row)
+    return rows_by_first
 
 
 @dataclass(frozen=True)

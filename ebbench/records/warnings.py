@@ -185,7 +185,7 @@ class _Range(float):
 
     __hash__ = float.__hash__
 
-    def _with(self, operation: Callable[[float, float], float], other: float) -> _Range:
+    def _with(self, other: float, operation: Callable[[float, float], float]) -> _Range:
         others = other.ends if isinstance(other, _Range) else (other, other)
         return _Range(*sorted(map(operation, self.ends, others)))
 

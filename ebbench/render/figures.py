@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.phases import Surface, latencies_ms, run_surfaces
-from ebbench.errors import DataError, UsageError, refuse_unknown
+from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.installation import need
 from ebbench.records import files
 from ebbench.records.run import Run
@@ -111,14 +111,16 @@ def formats_of(text: str) -> list[str]:
     if not chosen:
         raise UsageError(f"--format is empty; write any of {','.join(FORMATS)}")
     for wanted in chosen:
-        refuse_unknown("figure format", wanted, FORMATS)
+        if wanted not in FORMATS:
+            raise UnknownNameError("figure format", wanted, FORMATS)
     return chosen
 
 
 def save(chart: Any, stem: Path, formats: Sequence[str] = FORMATS, *, legend: str = "bottom") -> list[Path]:
     """Write the chart as ``stem.pdf`` and so on. Raises UnknownNameError, and RunError if it cannot be written."""
     for wanted in formats:
-        refuse_unknown("figure format", wanted, FORMATS)
+        if wanted not in FORMATS:
+            raise UnknownNameError("figure format", wanted, FORMATS)
     final = styled(chart, legend)
     paths = []
     for wanted in formats:

@@ -42,7 +42,7 @@ from ebbench.spec.server import EngineOptions
 
 if TYPE_CHECKING:
     from ebbench.config.topology import TransferSpec
-    from ebbench.dispatch import Dispatcher, DispatchRequest, EndForward
+    from ebbench.dispatch import Dispatcher, DispatchRequest, EndForward, Order
     from ebbench.simulation.transfer import Transfer, TransferFabric
 
 
@@ -199,18 +199,7 @@ class EventLoop(Clients):
         if stage.dispatcher is None:
             return
         for order in stage.dispatcher.poll(self.now_ns):
-            row, unit = order
-            if unit is None:
-                self._refused(row)
-            elif index == BACK:
-                assert self.handover is not None
-                self.handover.place(row, unit)
-            else:
-                self.dispatched_ns[row], self.unit_of[row] = self.now_ns, unit
-                if self._network_ns:
-                    self.push(self.now_ns + self._network_ns, DELIVERY, (row, unit))
-                else:
-                    self._deliver(FRONT, unit, (row,))
+            self._follow_order(index, order)
         if index == BACK and self.handover is not None:
             self.handover.send_placed()
         next_ns = stage.dispatcher.next_ns(self.now_ns)
@@ -223,6 +212,20 @@ class EventLoop(Clients):
         if stage.timer_ns == self.now_ns:  # other timers were replaced by an earlier one
             stage.timer_ns = None
             self.poll(index)
+
+    def _follow_order(self, index: int, order: Order) -> None:
+        row, unit = order
+        if unit is None:
+            self._refused(row)
+        elif index == BACK:
+            assert self.handover is not None
+            self.handover.place(row, unit)
+        else:
+            self.dispatched_ns[row], self.unit_of[row] = self.now_ns, unit
+            if self._network_ns:
+                self.push(self.now_ns + self._network_ns, DELIVERY, (row, unit))
+            else:
+                self._deliver(FRONT, unit, (row,))
 
     def _delivery(self, subject: tuple[int, int]) -> None:
         row, unit = subject
@@ -314,18 +317,22 @@ class EventLoop(Clients):
                 break
             if index == BACK and self.handover is not None:
                 self.handover.decoded(ended)
-            at_once: list[int] = []
-            for row in ended:
-                departed_ns = stage.front_ends[place].departed_ns(row)
-                if departed_ns > self.now_ns:
-                    self.push(departed_ns, DEPARTURE, (index, [row]))
-                else:
-                    at_once.append(row)
-            if at_once:
-                self._departure((index, at_once))
+            self._depart(stage.front_ends[place], index, ended)
         stage.woken[place] = False
         if again_ns is not None:
             self._push_wake(again_ns, index, place)
+
+    def _depart(self, front_end: FrontEnd, index: int, rows: list[int]) -> None:
+        """Requests that ended in the engine end for their clients when their last tokens have left the front end."""
+        at_once: list[int] = []
+        for row in rows:
+            departed_ns = front_end.departed_ns(row)
+            if departed_ns > self.now_ns:
+                self.push(departed_ns, DEPARTURE, (index, [row]))
+            else:
+                at_once.append(row)
+        if at_once:
+            self._departure((index, at_once))
 
     def _departure(self, subject: tuple[int, list[int]]) -> None:
         """Requests have ended for their sender: the client, or the proxy between prefill and decode."""

@@ -101,12 +101,7 @@ def admit_waiting(
         else:
             _allocate(scheduler, row, hits, cached, slots)
         state.computed[row] = cached
-        first = bool(scheduler.state.scheduled_ns[row] == UNSET)
-        if first:
-            scheduler.state.scheduled_ns[row] = now_ns
-            scheduler.state.cached_tokens[row] = cached
-        for listener in scheduler.listeners:
-            listener.admitted(row, cached, now_ns, first=first)
+        _note_admission(scheduler, row, cached, now_ns)
         if scheduler.counted is None:
             kv.publish(row, min(after, known))
         state.partial[row] = True
@@ -143,6 +138,15 @@ def _allocate(scheduler: Scheduler, row: int, hits: Sequence[int], cached: int, 
     else:
         scheduler.kv.allocate((row,), (need,))
     scheduler.state.held_blocks[row] = held
+
+
+def _note_admission(scheduler: Scheduler, row: int, cached_tokens: int, now_ns: int) -> None:
+    first = bool(scheduler.state.scheduled_ns[row] == UNSET)
+    if first:
+        scheduler.state.scheduled_ns[row] = now_ns
+        scheduler.state.cached_tokens[row] = cached_tokens
+    for listener in scheduler.listeners:
+        listener.admitted(row, cached_tokens, now_ns, first=first)
 
 
 def prompt_tokens(scheduler: Scheduler, wanted: int) -> int:
@@ -319,13 +323,16 @@ class Scheduler:
         if self._rank is None:
             self.waiting.extend(self._arrived)
         else:
-            priority = self.state.priority
-            for row in self._arrived:
-                self._received += 1
-                # Priorities have 32 bits, and fewer requests than that come to an engine.
-                self._rank[row] = self._received + (0 if priority is None else int(priority[row]) << 31)
-                insort(self.waiting, row, key=self._rank.__getitem__)
+            self._enqueue_by_rank(self._rank)
         self._arrived.clear()
+
+    def _enqueue_by_rank(self, ranks: Ints) -> None:
+        priority = self.state.priority
+        for row in self._arrived:
+            self._received += 1
+            # Priorities have 32 bits, and fewer requests than that come to an engine.
+            ranks[row] = self._received + (0 if priority is None else int(priority[row]) << 31)
+            insort(self.waiting, row, key=ranks.__getitem__)
 
     def _drop_hung_up(self) -> None:
         while self._hung_up:
@@ -694,9 +701,7 @@ class Scheduler:
         step = self.in_flight.popleft()
         state, sampled = self.state, step.sampled
         if self.stale:
-            for row in [row for row in self.stale if row in step.rows]:
-                if self.stale.pop(row):
-                    self.state.target[row] += 1
+            self._drain_stale(step)
         slots = state.next_slot.take(sampled)
         state.token_ns[slots] = step.end_ns
         if self.front_end is not None:
@@ -717,6 +722,12 @@ class Scheduler:
         state.next_slot[rows] = slots + count
         if self.front_end is not None:
             self.front_end.stream_steps(ends_ns, rows, slots)
+
+    def _drain_stale(self, step: Step) -> None:
+        """A preempted request still gets the token of the step that was in flight."""
+        for row in [row for row in self.stale if row in step.rows]:
+            if self.stale.pop(row):
+                self.state.target[row] += 1
 
     def _finish(self, rows: list[int], now_ns: int) -> list[int]:
         """End these requests, and return them."""

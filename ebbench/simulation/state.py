@@ -190,17 +190,7 @@ def requests_table(plan: Plan, state: RequestState) -> pa.Table:
     end_ns = state.end_ns
     if state.client_ns is not None:  # a client's request ends when its last token has reached it
         end_ns = np.where(ended & (outputs == state.max_output), last_ns, end_ns)
-    inner = token_ns[1:] != UNSET  # a request fills its slots from the first one on
-    firsts = state.first_slot[(state.first_slot > 0) & (state.first_slot <= len(inner))]
-    inner[firsts - 1] = False
-    kept = np.empty(np.count_nonzero(inner), np.int64)
-    filled = 0
-    for start in range(0, len(inner), _SLOTS_AT_ONCE):  # all differences at once would take as much memory again
-        chosen = inner[start : start + _SLOTS_AT_ONCE]
-        gaps = np.diff(token_ns[start : start + len(chosen) + 1])[chosen]
-        kept[filled : filled + len(gaps)] = gaps
-        filled += len(gaps)
-    offsets, gap_values = np.concatenate([[0], np.cumsum(np.maximum(outputs - 1, 0))]), kept
+    offsets, gap_values = np.concatenate([[0], np.cumsum(np.maximum(outputs - 1, 0))]), _gap_values(state, token_ns)
     status = np.where(ended, "ok", np.where(state.sent_ns != UNSET, "cancelled", "never_sent"))
     columns = {name: plan.table[name] for name in ("request_id", "session", "turn", "phase", "input_tokens")}
     columns |= {
@@ -249,3 +239,18 @@ def _together(gap_values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     none = np.flatnonzero(gap_values == 0)
     together[np.searchsorted(offsets, none, side="right") - 1] = True
     return together
+
+
+def _gap_values(state: RequestState, token_ns: Ints) -> np.ndarray:
+    """All gaps between consecutive tokens of a request (ns), requests in plan order."""
+    inner = token_ns[1:] != UNSET  # a request fills its slots from the first one on
+    firsts = state.first_slot[(state.first_slot > 0) & (state.first_slot <= len(inner))]
+    inner[firsts - 1] = False
+    kept = np.empty(np.count_nonzero(inner), np.int64)
+    filled = 0
+    for start in range(0, len(inner), _SLOTS_AT_ONCE):  # all differences at once would take as much memory again
+        chosen = inner[start : start + _SLOTS_AT_ONCE]
+        gaps = np.diff(token_ns[start : start + len(chosen) + 1])[chosen]
+        kept[filled : filled + len(gaps)] = gaps
+        filled += len(gaps)
+    return kept

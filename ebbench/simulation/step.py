@@ -168,12 +168,7 @@ class StepLog:
         steps.append((instance, step))
         if len(steps) >= FOLD:
             # One assignment, so that an interruption neither loses steps nor keeps them twice.
-            columns = _columns_of(steps)
-            sink = pa.BufferOutputStream()
-            with pa.ipc.new_stream(sink, columns.schema, options=_COMPRESSED) as stream:
-                stream.write_table(columns)
-            exact = pa.py_buffer(sink.getvalue().to_pybytes())  # the stream's own buffer has up to twice the size
-            self._kept = _Kept((*self._kept.folded, _Folded(exact, Counter(instance for instance, _ in steps))), [])
+            self._kept = _Kept((*self._kept.folded, _fold(steps)), [])
 
     def __len__(self) -> int:
         return sum(part.steps_of.total() for part in self._kept.folded) + len(self._kept.steps)
@@ -242,6 +237,16 @@ def step_phase(step: Step) -> str:
     if not step.prefill_tokens:
         return "decode"
     return "mixed" if step.decode_seqs else "prefill"
+
+
+def _fold(steps: Sequence[tuple[int, Step]]) -> _Folded:
+    """Compress steps, each with its instance."""
+    columns = _columns_of(steps)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, columns.schema, options=_COMPRESSED) as stream:
+        stream.write_table(columns)
+    exact = pa.py_buffer(sink.getvalue().to_pybytes())  # the stream's own buffer has up to twice the size
+    return _Folded(exact, Counter(instance for instance, _ in steps))
 
 
 def _unfold(part: _Folded) -> pa.Table:

@@ -44,13 +44,7 @@ def demanded(asked: PlanCommand, settings: Mapping[str, Any]) -> tuple[Demand, l
     ``settings``: of the workload and of a simulated server, by name.
     Raises UsageError for unknown names and invalid numbers or limits.
     """
-    check_counts(request_rate=asked.request_rate)
-    if math.isinf(asked.request_rate):
-        raise UsageError("--request-rate inf: give the sessions/s to serve, a finite rate")
-    if not 0 <= asked.headroom <= MOST_HEADROOM:
-        raise UsageError(f"--headroom is a share of the rate, such as 0.2 for 120 % of it, not {asked.headroom:g}")
-    if asked.spare < 0:
-        raise UsageError(f"--spare must be 0 or more replicas, not {asked.spare}")
+    _check_target(asked)
     for name in ("device", "tp", "instance", "max_num_batched_tokens", "max_num_seqs"):
         each_once(option_name(name), getattr(asked, name))
     limits = limits_of(asked, str(settings["workload"]))
@@ -60,28 +54,24 @@ def demanded(asked: PlanCommand, settings: Mapping[str, Any]) -> tuple[Demand, l
     if limits.named:
         refuse_unknown_classes(limits.named, class_names(spec.plan))
     demand = Demand(limits, asked.request_rate, SESSIONS, asked.headroom, asked.spare)
-    version = spec.server.vllm_version or DEFAULT_VLLM
-    limits_per_device = []
-    for device in asked.device or measured_devices():
-        chosen = batch_limits(find_profile(device), version)
-        # Where the number of sequences is left out, vLLM takes no more than the budget has tokens.
-        sizes = [
-            (device, budget, most)
-            for budget in asked.max_num_batched_tokens or (chosen.max_num_batched_tokens,)
-            for most in asked.max_num_seqs or (min(chosen.max_num_seqs, max(budget, 1)),)
-        ]
-        limits_per_device.append(sizes)
-    return demand, (
-        [
-            run_of(Candidate(device, tp, policy, budget, most, dp, ep), spec)
-            for limits in limits_per_device
-            for (tp, dp, ep), policy, (device, budget, most) in product(
-                instance_shapes(asked.tp, asked.instance),
-                [parsed.name for parsed in parse_policies(asked.policy or DEFAULT_POLICIES)],
-                limits,
-            )
-        ]
+    return demand, with_candidates(
+        spec,
+        asked.device or measured_devices(),
+        instance_shapes(asked.tp, asked.instance),
+        [parsed.name for parsed in parse_policies(asked.policy or DEFAULT_POLICIES)],
+        asked.max_num_batched_tokens,
+        asked.max_num_seqs,
     )
+
+
+def _check_target(asked: PlanCommand) -> None:
+    check_counts(request_rate=asked.request_rate)
+    if math.isinf(asked.request_rate):
+        raise UsageError("--request-rate inf: give the sessions/s to serve, a finite rate")
+    if not 0 <= asked.headroom <= MOST_HEADROOM:
+        raise UsageError(f"--headroom is a share of the rate, such as 0.2 for 120 % of it, not {asked.headroom:g}")
+    if asked.spare < 0:
+        raise UsageError(f"--spare must be 0 or more replicas, not {asked.spare}")
 
 
 def find_plan(given: Mapping[str, Any], messages: Console, *, workers: int | None, quiet: bool) -> DeploymentPlan:
@@ -106,6 +96,32 @@ def find_plan(given: Mapping[str, Any], messages: Console, *, workers: int | Non
     return DeploymentPlan(
         deployments, demand, specs[0], prices, sources(asked.price), (*filter(None, [note]), *map(str, notes))
     )
+
+
+def with_candidates(
+    spec: RunSpec, devices: Sequence[str], shapes: Sequence[tuple[int, int, int]], policies: Sequence[str],
+    budgets: Sequence[int], seqs: Sequence[int],
+) -> list[RunSpec]:  # fmt: skip
+    """The run on every combination; ``shapes``: (tp, dp, ep). Without ``budgets`` or ``seqs``: vLLM's on each device.
+
+    Raises UnknownNameError for an unknown device.
+    """
+    version = spec.server.vllm_version or DEFAULT_VLLM
+    limits_per_device = []
+    for device in devices:
+        chosen = batch_limits(find_profile(device), version)
+        # Where the number of sequences is left out, vLLM takes no more than the budget has tokens.
+        sizes = [
+            (device, budget, most)
+            for budget in budgets or (chosen.max_num_batched_tokens,)
+            for most in seqs or (min(chosen.max_num_seqs, max(budget, 1)),)
+        ]
+        limits_per_device.append(sizes)
+    return [
+        run_of(Candidate(device, tp, policy, budget, most, dp, ep), spec)
+        for limits in limits_per_device
+        for (tp, dp, ep), policy, (device, budget, most) in product(shapes, policies, limits)
+    ]
 
 
 def instance_shapes(sizes: Sequence[int], instances: Sequence[str]) -> list[tuple[int, int, int]]:

@@ -121,9 +121,7 @@ def choose(
         advance("saturated rates", len(bounds), len(specs))
     refused = [(bounded.candidate, bounded.refused) for bounded in bounds if bounded.refused]
     waiting = [bounded for bounded in bounds if not bounded.refused]
-    waiting.sort(
-        key=lambda bounded: (bounded.fewest(demand) * _unit(bounded.candidate, prices), bounded.candidate.gpus)
-    )
+    waiting.sort(key=lambda bounded: (_least(bounded, demand, prices), bounded.candidate.gpus))
     while waiting:
         chunk, waiting = waiting[:_CHUNK], waiting[_CHUNK:]
         jobs = []
@@ -198,23 +196,33 @@ def _stressed(
         by_candidate = {costed.deployment.candidate: costed for costed in due}
         for candidate, replicas, simulated in values(pool, partial(_stress, demand), jobs):
             if all(level is not None and level.met for level in must_hold(demand, simulated)):
-                before = by_candidate[candidate].deployment
-                reading = before.reading and replace(
-                    before.reading, output_tokens_per_s=before.reading.output_tokens_per_s * before.replicas / replicas
-                )
-                deployment = replace(before, replicas=replicas, reading=reading)
-                done.append(Costed(deployment, replicas * _unit(before.candidate, prices), simulated))
+                done.append(_resized(by_candidate[candidate], replicas, simulated, prices))
             else:
                 missed.append((candidate, fact("missed_dispatched", replicas=replicas)))
         cheapest = min((costed.cost for costed in done), default=math.inf)
-        due = [
-            costed for costed in left
-            if costed.deployment.fewest * _unit(costed.deployment.candidate, prices) < cheapest
-        ][:STRESSED]  # fmt: skip
+        due = [costed for costed in left if _least_cost(costed, prices) < cheapest][:STRESSED]
         left = [costed for costed in left if costed not in due]
     return sorted([*done, *left], key=_rank), missed
+
+
+def _least_cost(costed: Costed, prices: Mapping[str, float]) -> float:
+    return costed.deployment.fewest * _unit(costed.deployment.candidate, prices)
+
+
+def _resized(costed: Costed, replicas: int, simulated: Stress, prices: Mapping[str, float]) -> Costed:
+    """The deployment with the number of replicas that its complete simulation has found."""
+    before = costed.deployment
+    reading = before.reading and replace(
+        before.reading, output_tokens_per_s=before.reading.output_tokens_per_s * before.replicas / replicas
+    )
+    deployment = replace(before, replicas=replicas, reading=reading)
+    return Costed(deployment, replicas * _unit(before.candidate, prices), simulated)
 
 
 def _unit(candidate: Candidate, prices: Mapping[str, float]) -> float:
     """Cost of one replica per hour; without prices its number of GPUs."""
     return candidate.gpus * prices.get(candidate.device, 1.0)
+
+
+def _least(bounded: Bound, demand: Demand, prices: Mapping[str, float]) -> float:
+    return bounded.fewest(demand) * _unit(bounded.candidate, prices)

@@ -103,8 +103,7 @@ class Searched:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """One object per policy, as ``--json`` gives them."""
-        by_concurrency, limits, notes = self.search.by_concurrency, self.search.limits, self.search.notes
-        return [sentences.as_dict(name, one, by_concurrency, limits, notes) for name, one in self.outcomes.items()]
+        return sentences.outcome_rows(self.outcomes, self.search.by_concurrency, self.search.limits, self.search.notes)
 
     def store(self) -> None:
         """Write the results into the directory of the search."""

@@ -313,11 +313,16 @@ def _share(demand: Demand, spec: RunSpec, replicas: int) -> ProbeReading:
         if spec.plan.scenario in (None, "poisson") or replicas == 1:
             return _run(demand, spec, _plan(spec, None, sessions, request_rate=rate), rate)
         plan = _plan(spec, None, sessions * replicas, request_rate=rate * replicas)
-        session = plan.table["session"].to_numpy()
-        chosen = substream(spec.plan.seed, "plan/share").random(int(session.max()) + 1) < (1 / replicas)
-        return _run(demand, spec, replace(plan, table=plan.table.filter(pa.array(chosen[session]))), rate)
+        return _run(demand, spec, _random_share(plan, 1 / replicas, spec.plan.seed), rate)
 
     return _long_enough(run, demand.sessions)
+
+
+def _random_share(plan: Plan, share: float, seed: int) -> Plan:
+    """The sessions of an open loop that random dispatch sends to one of several replicas."""
+    session = plan.table["session"].to_numpy()
+    chosen = substream(seed, "plan/share").random(int(session.max()) + 1) < share
+    return replace(plan, table=plan.table.filter(pa.array(chosen[session])))
 
 
 def _simulate_whole(demand: Demand, spec: RunSpec, replicas: int, factor: float) -> ProbeReading:

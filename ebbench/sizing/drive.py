@@ -70,10 +70,7 @@ def next_load(search: SearchSettings, probes: Sequence[Probe]) -> float | None:
         return search.rounded(search.start)
     low, high = bracket(search, probes)
     if low is None:
-        lowest = min(probe.load for probe in probes)
-        if lowest <= (1 if search.integer else _LOWEST * search.start):
-            return None
-        return search.rounded(lowest / 2)
+        return _lower(search, min(probe.load for probe in probes))
     if high is None:
         return None if low >= search.most or waits_only(search, probes) else search.rounded(2 * low)
     if search.integer and high - low <= 1 and len(probes) >= FEWEST:
@@ -94,9 +91,7 @@ def next_load(search: SearchSettings, probes: Sequence[Probe]) -> float | None:
         return load
     if (high - low) / (high + low) > search.precision:
         return _between(search, low, high, probes)
-    seen = {end: sum(probe.load == end for probe in probes) for end in (low, high)}
-    least = min(seen, key=lambda end: seen[end])
-    again = least if seen[least] < _CONFIRMED else None
+    again = _unconfirmed(low, high, probes)
     return _refined(search, probes, estimated) if again is None and estimated.half_width > search.precision else again
 
 
@@ -119,12 +114,25 @@ def probes_left(search: SearchSettings, probes: Sequence[Probe]) -> int:
     return max(1, math.ceil(len(probes) * ((reached.half_width / search.precision) ** 2 - 1)))
 
 
+def _lower(search: SearchSettings, lowest: float) -> float | None:
+    if lowest <= (1 if search.integer else _LOWEST * search.start):
+        return None
+    return search.rounded(lowest / 2)
+
+
 def _between(search: SearchSettings, low: float, high: float, probes: Sequence[Probe]) -> float:
     """A load inside the bracket: its middle on a log scale."""
     middle = search.rounded(math.sqrt(low * high))
     if search.integer and middle in (low, high):
         return low if sum(p.load == low for p in probes) <= sum(p.load == high for p in probes) else high
     return middle
+
+
+def _unconfirmed(low: float, high: float, probes: Sequence[Probe]) -> float | None:
+    """The end of the bracket with fewer probes; None if both have enough."""
+    seen = {end: sum(probe.load == end for probe in probes) for end in (low, high)}
+    least = min(seen, key=lambda end: seen[end])
+    return least if seen[least] < _CONFIRMED else None
 
 
 def _overloading(search: SearchSettings, probes: Sequence[Probe], estimated: Estimate) -> float | None:
@@ -304,13 +312,19 @@ def search_capacity(
         known = judged(config, readings)
         seen(known[-1], _supported(search, known))
     known = judged(config, readings)
-    by_requirement = []
-    for at, requirement in enumerate(search.requirements):  # the load up to which it is met, whatever the others
-        probes = [replace(reading.probe, counts=(reading.probe.counts[at],)) for reading in known]
-        single = [replace(reading, probe=probe) for reading, probe in zip(known, probes, strict=True)]
-        by_requirement.append((requirement, _supported(replace(search, requirements=(requirement,)), single)))
-    found = _supported(search, known)
-    return SearchOutcome(found, tuple(known), alone, stopped, requirements=tuple(by_requirement))
+    alone_met = tuple(
+        (requirement, _supported_alone(search, known, at)) for at, requirement in enumerate(search.requirements)
+    )
+    return SearchOutcome(_supported(search, known), tuple(known), alone, stopped, requirements=alone_met)
+
+
+def _supported_alone(search: SearchSettings, readings: Sequence[ProbeReading], index: int) -> Estimate:
+    """The load up to which one requirement is met, whatever the others."""
+    only = replace(search, requirements=(search.requirements[index],))
+    alone = [
+        replace(reading, probe=replace(reading.probe, counts=(reading.probe.counts[index],))) for reading in readings
+    ]
+    return _supported(only, alone)
 
 
 def _supported(search: SearchSettings, readings: Sequence[ProbeReading]) -> Estimate:

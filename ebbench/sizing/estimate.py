@@ -121,12 +121,14 @@ def dispersion_within(probes: Sequence[Probe], index: int) -> float:
     dispersion counts. With the shortest batches alone, 84 % of the intervals held the capacity of M/D/1 in runs of
     1,000 requests, and 91 % with all.
     """
-    dispersions = []
-    for merged in _MERGED:
-        variations = [_variation(probe.counts[index], merged) for probe in probes]
-        freedom = sum(own for _, own in variations)
-        dispersions.append(sum(observed for observed, _ in variations) / freedom if freedom else 1.0)
-    return max(dispersions)
+    return max(_dispersion(probes, index, merged) for merged in _MERGED)
+
+
+def _dispersion(probes: Sequence[Probe], index: int, merged: int) -> float:
+    """The dispersion of batches of which ``merged`` neighbours are taken together."""
+    variations = [_variation(probe.counts[index], merged) for probe in probes]
+    freedom = sum(own for _, own in variations)
+    return sum(observed for observed, _ in variations) / freedom if freedom else 1.0
 
 
 @lru_cache(4096)
@@ -135,13 +137,16 @@ def _variation(count: MetCounts, merged: int) -> tuple[float, int]:
 
     Every further probe of a search fits the earlier ones again.
     """
-    filled = [batch for batch in count.batches if batch[1]]
-    parts = [filled[first : first + merged] for first in range(0, len(filled), merged)]
-    batches = [(sum(met for met, _ in part), sum(counted for _, counted in part)) for part in parts]
+    batches = _merge_batches([(met, counted) for met, counted in count.batches if counted], merged)
     if len(batches) < 2 or not 0 < count.met < count.counted:
         return 0.0, 0
     p = count.share
     return sum((met - counted * p) ** 2 / (counted * p * (1 - p)) for met, counted in batches), len(batches) - 1
+
+
+def _merge_batches(batches: Sequence[tuple[int, int]], merged: int) -> list[tuple[int, int]]:
+    parts = [batches[first : first + merged] for first in range(0, len(batches), merged)]
+    return [(sum(met for met, _ in part), sum(counted for _, counted in part)) for part in parts]
 
 
 # Types of a capacity search: its requirements, the counts of one probe, and the estimated capacity.

@@ -48,15 +48,9 @@ REFUSALS: Texts = {
 def parts(plan: DeploymentPlan) -> list[Table | str]:
     """The printed tables and sentences, in order."""
     choice, demand, spec = plan.deployments, plan.demand, plan.spec
-    server, asked = spec.server, {name: getattr(spec.server, name) for name in ENGINE_ALONE}
-    types = f", weights in {server.quantization}" if server.quantization else ""
-    types += "" if server.kv_cache_dtype == "auto" else f", KV cache in {server.kv_cache_dtype}"
-    in_front = [f"{option_name(name)} {asked[name]}" for name in asked if asked[name] != getattr(EngineOptions, name)]
-    if in_front:
-        types += f", {' '.join(in_front)}"
     lines: list[Table | str] = [
         f"{_model(spec)}, {spec.plan.workload}: {demand.rate:g} sessions/s within {demand.limits}. Simulated on device "
-        f"models that hold as much KV cache as vLLM {_version(spec)}{types}; "
+        f"models that hold as much KV cache as vLLM {_version(spec)}{_types(spec.server)}{_in_front(spec.server)}; "
         "reports/fidelity/ has the error of each."
     ]
     if choice.carrying:
@@ -129,6 +123,13 @@ def _all_candidates(choice: DeploymentChoice) -> list[Candidate]:
         *(entry for entry, _ in choice.refused),
         *choice.pruned,
     ]
+
+
+def _in_front(server: EngineOptions) -> str:
+    """What of a replica's front end was asked for."""
+    asked = {name: getattr(server, name) for name in ENGINE_ALONE}
+    words = [f"{option_name(name)} {asked[name]}" for name in asked if asked[name] != getattr(EngineOptions, name)]
+    return f", {' '.join(words)}" if words else ""
 
 
 def _table(plan: DeploymentPlan) -> Table:
@@ -231,21 +232,26 @@ def _level(level: Level | None) -> str:
     return "over" if level.overloaded else f"{100 * level.attainment:.0f}"
 
 
+def _overloads(choice: DeploymentChoice) -> Iterator[str]:
+    """What "over" means, where the table has it."""
+    stressed = [costed.stress for costed in choice.carrying if costed.stress is not None]
+    levels = [level for costed in stressed for level in (costed.at_rate, costed.with_headroom, costed.lost)]
+    if any(level is not None and level.overloaded for level in levels):
+        yield "over: the queue grows for as long as requests come."
+
+
 _EFFICIENT = "+: none has as many output tokens/s both per user and per GPU."
 
 
 def _legend(choice: DeploymentChoice, demand: Demand) -> list[str]:
     candidate = choice.carrying[0].deployment.candidate
-    stressed = [costed.stress for costed in choice.carrying if costed.stress is not None]
-    levels = [level for costed in stressed for level in (costed.at_rate, costed.with_headroom, costed.lost)]
-    over = any(level is not None and level.overloaded for level in levels)
     sizes = f"B = {candidate.max_num_batched_tokens:,} tokens per step, N = {candidate.max_num_seqs:,} sequences."
     return [
         "*: no other deployment shown costs no more and has as low a TTFT and TPOT.",
         f"met: % of the requests sent in the steady window that keep the limits, at the rate, at "
         f"{100 * (1 + _headroom(demand)):g} % of it and at the rate with {_lost(demand)} lost. "
         "Of the best deployments all replicas are simulated behind a least-outstanding dispatcher, of the others one.",
-        *(["over: the queue grows for as long as requests come."] if over else []),
+        *_overloads(choice),
         *([] if _varied_of(choice)(candidate) else [sizes]),
     ]
 
@@ -255,12 +261,6 @@ def _remarks(plan: DeploymentPlan) -> list[str]:
     choice, demand, prices = plan.deployments, plan.demand, plan.prices
     best = choice.carrying[0]
     candidate, gpus = best.deployment.candidate, best.deployment.gpus
-    shown = [costed.deployment.candidate for costed in choice.carrying]
-    settings = [
-        {"device": candidate.device, "instance": _short(candidate), "policy": candidate.policy} for candidate in shown
-    ]
-    owner = by_settings(settings, lambda _, values: values, "deployments")
-    lines = told_once([_caveats_of(costed, plan.spec) for costed in choice.carrying], owner)
     return [
         f"Cheapest that carries {_carried(demand)}: {best.deployment.replicas} x {candidate.device} "
         f"{candidate.shape} under {candidate.policy}{_varied_of(choice)(candidate)}, "
@@ -268,7 +268,7 @@ def _remarks(plan: DeploymentPlan) -> list[str]:
         + (f", {_per_million(best, prices):.3g} per million output tokens, " if prices else "")
         + (f"{_per_thousand(best, demand):.3g} per 1,000 requests." if prices else "."),
         *_weaknesses(best, demand),
-        *map(numbers.sentence, [f"{line.removesuffix('.')}." for line in lines]),
+        *map(numbers.sentence, _caveats(choice, plan.spec)),
     ]
 
 
@@ -305,6 +305,23 @@ def _experts(choice: DeploymentChoice, model: str) -> list[str]:
         f"No candidate shares experts between its GPUs; --instance tp={most},ep={most} and --instance "
         f"dp={most},ep={most} add such instances."
     ]
+
+
+def _types(server: EngineOptions) -> str:
+    """The data types that were asked for."""
+    cache = "" if server.kv_cache_dtype == "auto" else f", KV cache in {server.kv_cache_dtype}"
+    return (f", weights in {server.quantization}" if server.quantization else "") + cache
+
+
+def _caveats(choice: DeploymentChoice, spec: RunSpec) -> list[str]:
+    """What is not measured, and matters, of the deployments shown: each said once, with those it holds for."""
+    shown = [costed.deployment.candidate for costed in choice.carrying]
+    settings = [
+        {"device": candidate.device, "instance": _short(candidate), "policy": candidate.policy} for candidate in shown
+    ]
+    owner = by_settings(settings, lambda _, values: values, "deployments")
+    lines = told_once([_caveats_of(costed, spec) for costed in choice.carrying], owner)
+    return [f"{line.removesuffix('.')}." for line in lines]
 
 
 def _caveats_of(costed: Costed, spec: RunSpec) -> tuple[RunWarning, ...]:

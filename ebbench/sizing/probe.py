@@ -164,25 +164,19 @@ def read_measured(
     mean_open = sum(window.target for window in windows) / len(windows) if windows else 0.0
     sessions = len(np.unique(columns.session[counted])) if counted.any() else 0
     runaway = not run.phases and _queue_grows(columns, windows)
-    lost = (columns.status == "failed") | (columns.status == "timed_out")  # at the server
-    failed = run.reasons if len(lost) and float(lost.mean()) > FAILURE_LIMIT else ""
+    failed = run.reasons if _failed_share(columns) > FAILURE_LIMIT else ""
     masks = limits.masks(columns)
     met = [meets(columns, counted & columns.ok, requirement.slo) for requirement in limits.requirements()]
     counts = tuple(_counts(columns, counted & of, mask) for of, mask in zip(masks, met, strict=True))
-    unseen = any(not count.counted for count in counts)  # a class without a request in the steady window
     ok, tokens = counted & columns.ok, columns.output_tokens
     good = np.logical_and.reduce([ok, *(mask | ~of for of, mask in zip(masks, met, strict=True))])
     ttft = (columns.first_token - columns.intended)[ok & columns.generated].astype(np.float64)
     tpot = tpot_ns(columns, ok)
-    arrivals = columns.intended[columns.intended != MISSING]
-    start, end = int(np.quantile(arrivals, 0.5)), int(arrivals.max())
-    probe = Probe(
-        load, run.seed, counts, runaway, failed, _ended_between(columns, 0.5, 1.0) / max(1, end - start) * 1e9
-    )
+    probe = Probe(load, run.seed, counts, runaway, failed, _served_per_s(columns))
     return ProbeReading(
         probe=probe,
         run_dir=run.run_dir,
-        short=not failed and (unseen or (_still_filling(columns) if runaway else sessions < per_open * mean_open)),
+        short=not failed and _is_short(columns, counts, runaway=runaway, enough=sessions >= per_open * mean_open),
         correlated=not failed and not runaway and any(_correlated(count) for count in counts),
         sessions=len(np.unique(columns.session)),
         invalid="" if failed else run.reasons,
@@ -203,6 +197,12 @@ def read_measured(
     )
 
 
+def _is_short(columns: RequestColumns, counts: Sequence[MetCounts], *, runaway: bool, enough: bool) -> bool:
+    """Whether a run is too short to decide; ``enough``: it has sessions enough for those open at a time."""
+    unseen = any(not count.counted for count in counts)  # a class without a request in the steady window
+    return unseen or (_still_filling(columns) if runaway else not enough)
+
+
 MEMORY_FULL = "memory_full"
 """Fact of a probe whose steps were removed: what a search reads from them."""
 
@@ -211,6 +211,11 @@ def memory_full(run: Run) -> float:
     """Share of a run's steady time with a full KV cache."""
     windows = steady_windows(RequestColumns.of(run.requests), run.manifest.phases)
     return _memory_full(run.table("steps", _STEP_COLUMNS), windows)
+
+
+def _failed_share(columns: RequestColumns) -> float:
+    lost = (columns.status == "failed") | (columns.status == "timed_out")
+    return float(lost.mean()) if len(lost) else 0.0
 
 
 def _counted_requests(columns: RequestColumns, windows: tuple[Window, ...]) -> tuple[Mask, float]:
@@ -277,6 +282,13 @@ def _still_filling(columns: RequestColumns) -> bool:
     """
     before, last = (_ended_between(columns, *edges) for edges in ((0.5, 0.75), (0.75, 1.0)))
     return before + last < _FEWEST_ENDED or last > _FASTER * before + 2 * math.sqrt(before + last)
+
+
+def _served_per_s(columns: RequestColumns) -> float:
+    """Sessions completed per second in the second half of the arrivals, when an overloaded system is full."""
+    arrivals = columns.intended[columns.intended != MISSING]
+    start, end = int(np.quantile(arrivals, 0.5)), int(arrivals.max())
+    return _ended_between(columns, 0.5, 1.0) / max(1, end - start) * 1e9
 
 
 def _ended_between(columns: RequestColumns, after: float, until: float) -> int:

@@ -88,10 +88,13 @@ class RunProber:
         for manifest in self.folder.glob(f"{slug(self.spec.name)}-*-seed*/{MANIFEST}"):
             run = Run.load(manifest.parent)
             if run.manifest.policy == self.spec.name and not run.manifest.interrupted:
-                of = run.manifest
-                load = of.phases[0].max_concurrency if self.by_concurrency else of.facts["request_rate"]
-                runs.append((float(load), run))
+                runs.append((self._load_of(run), run))
         return sorted(runs, key=lambda pair: pair[1].manifest.anchor_unix_ns)
+
+    def _load_of(self, run: Run) -> float:
+        if self.by_concurrency:
+            return float(run.manifest.phases[0].max_concurrency)
+        return float(run.manifest.facts["request_rate"])
 
     def _run(self, scenario: str, settings: Mapping[str, Any], seed: int, where: Path, load: str) -> Run:
         series = replace(self.series, spec=self.series.spec.changed(scenario=scenario, **settings))

@@ -129,11 +129,7 @@ def with_saturation(
         saturation = _simulated(series, engine, device)
     else:
         most = 2 * series.spec.server.max_num_seqs if engine.name == "vllm" else None
-        folder = (  # beside the command's output directory
-            default_run_dir(series.spec.plan.workload, "saturation")
-            if beside is None
-            else unused(beside.with_name(f"{beside.name}-saturation"))
-        )
+        folder = _folder(series, beside)
         say(saturation_begins(series.spec.plan.scenario, BUDGET_S, most, folder))
         saturation = _measured(series, engine, device, messages, folder, most, quiet=quiet)
     say(saturation.worded(SATURATION))
@@ -206,3 +202,10 @@ def read_saturation(outcome: SearchOutcome, policy: str, seconds: float) -> Fact
 
 def _rounded(rate: float) -> float:
     return float(np.format_float_positional(rate, precision=4, fractional=False)) if rate else rate
+
+
+def _folder(series: Series, beside: Path | None) -> Path:
+    """Where the runs of the measurement are stored: beside the command's output directory."""
+    if beside is None:
+        return default_run_dir(series.spec.plan.workload, "saturation")
+    return unused(beside.with_name(f"{beside.name}-saturation"))

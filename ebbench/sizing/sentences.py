@@ -27,6 +27,13 @@ from ebbench.sizing.probe import ProbeReading
 FILE = "capacity-answers.json"
 
 
+def outcome_rows(
+    outcomes: Mapping[str, SearchOutcome], by_concurrency: bool, limits: LatencyLimits, notes: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """One object per policy. ``notes``: warnings that all policies share."""
+    return [as_dict(name, outcome, by_concurrency, limits, notes) for name, outcome in outcomes.items()]
+
+
 def store(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Write the results into the directory of the search."""
     files.write_bytes(json.dumps(rows, indent=1, allow_nan=False).encode() + b"\n", folder / FILE)
@@ -125,9 +132,8 @@ def classes(outcomes: Mapping[str, SearchOutcome], by_concurrency: bool) -> Sect
     """One row per class of requests and policy; None without limits of classes."""
     rows = [
         (
-            name, policy, numbers.percent(share),
-            "≥ " * (alone.capacity is not None and math.isinf(alone.high)) + _number(alone.capacity, by_concurrency),
-            _range(alone, by_concurrency), alone.limited_by,
+            name, policy, numbers.percent(share), _at_least(alone, by_concurrency), _range(alone, by_concurrency),
+            alone.limited_by,
         )
         for policy, outcome in outcomes.items()
         for name, share, alone in _by_class(outcome)
@@ -138,6 +144,11 @@ def classes(outcomes: Mapping[str, SearchOutcome], by_concurrency: bool) -> Sect
         Column("by", "label", group="limited"),
     )  # fmt: skip
     return Section("By class: the whole load up to which it keeps its limits", columns, tuple(rows)) if rows else None
+
+
+def _at_least(estimate: Estimate, by_concurrency: bool) -> str:
+    shown = _number(estimate.capacity, by_concurrency)
+    return f"≥ {shown}" if estimate.capacity is not None and math.isinf(estimate.high) else shown
 
 
 def _point(reading: ProbeReading, factor: float) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, MOST_SECONDS, check_ranges, declare, declared_in
-from ebbench.errors import UnknownNameError, UsageError, refuse_unknown
+from ebbench.errors import UnknownNameError, UsageError
 
 if TYPE_CHECKING:
     from vllm_eb.theory import Drafts
@@ -107,7 +107,8 @@ def parse_speculative(text: str) -> Speculative:
         raise UsageError(f"{OPTION} {text!r}: name the method, one of {', '.join(METHODS)}; for example {EXAMPLE}")
     if method in _ELSEWHERE or method.endswith("_mtp"):
         raise UsageError(f"{OPTION}: method {method} is vLLM's, but not simulated; use {', '.join(METHODS)}")
-    refuse_unknown("method of speculative decoding", method, METHODS)
+    if method not in METHODS:
+        raise UnknownNameError("method of speculative decoding", method, tuple(METHODS))
     tokens = _tokens(given.pop("tokens", None))
     rates = _acceptance(given.pop("acceptance", None), tokens)
     if given:
@@ -117,12 +118,7 @@ def parse_speculative(text: str) -> Speculative:
             f"{OPTION}: acceptance has {len(rates)} rates for {most} drafted tokens; give at most one per token"
         )
     tokens = tokens or len(rates)
-    before = rates[-2] if len(rates) > 1 else 1.0
-    share = rates[-1] / before if before else 0.0
-    continued = list(rates)
-    while len(continued) < tokens:
-        continued.append(continued[-1] * share)
-    return Speculative(method, tokens, tuple(continued))
+    return Speculative(method, tokens, _continued(rates, tokens))
 
 
 def served_drafts(vllm_options: Sequence[str]) -> dict[str, Any]:
@@ -268,6 +264,16 @@ def _measured(path: Path) -> tuple[float, ...]:
     if not rates:
         raise UsageError(f"{OPTION}: {path} has no acceptance rates by position")
     return _checked(rates)
+
+
+def _continued(rates: tuple[float, ...], tokens: int) -> tuple[float, ...]:
+    """The rates of all positions: further drafted tokens are accepted as often, given those before, as the last one."""
+    before = rates[-2] if len(rates) > 1 else 1.0
+    share = rates[-1] / before if before else 0.0
+    continued = list(rates)
+    while len(continued) < tokens:
+        continued.append(continued[-1] * share)
+    return tuple(continued)
 
 
 # The free constants of a device and model, which a run may replace.

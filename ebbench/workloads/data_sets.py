@@ -106,7 +106,7 @@ def _wildchat(record: WildChat, rules: Records) -> list[Conversation]:
 
 class _Kind(NamedTuple):
     struct: type[msgspec.Struct]
-    take: Callable[[Any, Records], list[Conversation]]  # those that pass the rules, except those on token counts
+    take: Callable[[Any, Records], list[Conversation]]
     expected: str
 
 
@@ -134,6 +134,11 @@ def checked(records: Iterable[FileRecord], schema: Schema, name: str) -> Iterato
                 name, f"record {record.number} is not in the {schema} schema: {problem}; expected {kind.expected}",
                 record.line,
             ) from None  # fmt: skip
+
+
+def conversations(record: msgspec.Struct, rules: Records) -> list[Conversation]:
+    """The conversations of a record that pass the workload's selection rules except those on token counts."""
+    return _KINDS[rules.schema].take(record, rules)
 
 
 # Converts conversations to requests: counts tokens, cuts contexts, applies caps.
@@ -416,7 +421,7 @@ def _select(
 
     def talks() -> Iterator[Conversation]:
         for record in checked(records, rules.schema, name):
-            talks_of_record = _KINDS[rules.schema].take(record, rules)
+            talks_of_record = conversations(record, rules)
             if talks_of_record:
                 used.append(msgspec.to_builtins(record))
             yield from talks_of_record

@@ -275,12 +275,7 @@ def draw_fitted(fitted: Fitted, sessions: int, seed: int, rate_scale: float = 1.
             order = order_with(level, outputs, rng, means=drift.outputs, roots=drift.output_roots)
             inputs, outputs, repeated = inputs[order], outputs[order], repeated[order]
         # Prompts then only change places among requests of about one output: the two go on depending on each other.
-        count = len(fitted.lengths)
-        rising = np.lexsort((rng.random(len(outputs)), outputs))
-        share = np.arange(len(outputs)) / max(len(outputs), 1) + np.cumsum(outputs[rising]) / max(int(outputs.sum()), 1)
-        ranges = np.empty(len(outputs), np.int64)
-        ranges[rising] = np.minimum(share / 2 * count, count - 1)
-        alike = ranges
+        alike = _ranges(outputs, len(fitted.lengths), rng)
         order = order_with(level, inputs, rng, means=drift.prompts, group=alike)
         inputs, repeated = inputs[order], repeated[order]
     if fitted.prefixes is None:
@@ -331,6 +326,16 @@ def _draw_lengths(
         drawn = Points(means=all_outputs).tailed_at(shares)
         outputs[np.lexsort((rng.random(n), outputs))] = np.floor(drawn + rng.random(n))  # their mean stays
     return _tokens(inputs), _tokens(outputs), repeated
+
+
+def _ranges(tokens: Int32s, count: int, rng: np.random.Generator) -> Int64s:
+    """Index of a range of lengths for each request: ``count`` ranges with equal sums of their shares of
+    requests and tokens, so that the few longest requests have ranges of their own."""
+    rising = np.lexsort((rng.random(len(tokens)), tokens))
+    share = np.arange(len(tokens)) / max(len(tokens), 1) + np.cumsum(tokens[rising]) / max(int(tokens.sum()), 1)
+    ranges = np.empty(len(tokens), np.int64)
+    ranges[rising] = np.minimum(share / 2 * count, count - 1)
+    return ranges
 
 
 def _tokens(values: Floats) -> Int32s:

@@ -17,7 +17,7 @@ import msgspec
 
 from ebbench.errors import InputFileError
 from ebbench.foreign.documents import json_value
-from ebbench.records.warnings import warning
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.workloads.files import LogFile, LogRecord
 from ebbench.workloads.log_columns import value_at
 from ebbench.workloads.recorded import (
@@ -239,13 +239,20 @@ def _is_weka(log: LogFile) -> bool:
 
 def _weka(log: LogFile, options: ReadOptions) -> Reading:
     size = converted(log, log.sample[0].line, _weka_block(log.sample[0]), _BlockTokens)
-    notes = (warning("sessions-start-together", files=len(log.parts)),) if len(log.parts) > 1 else ()
-    return Reading(_weka_rows(log, size), numbers_are="s", block_tokens=int(size), notes=notes, ordered=False)
+    return Reading(
+        _weka_rows(log, size), numbers_are="s", block_tokens=int(size), notes=_weka_notes(log), ordered=False
+    )
 
 
 def _weka_block(record: LogRecord) -> Any:
     size = record.value.get("block_size")
     return _WEKA_BLOCK if size is None else size
+
+
+def _weka_notes(log: LogFile) -> tuple[RunWarning, ...]:
+    if len(log.parts) < 2:
+        return ()
+    return (warning("sessions-start-together", files=len(log.parts)),)
 
 
 class _WekaRequest(msgspec.Struct):
@@ -262,6 +269,11 @@ class _WekaSession(msgspec.Struct):
     requests: list[dict[str, Any]]
 
 
+def _inner(log: LogFile, record: LogRecord, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    requests: list[dict[str, Any]] = converted(log, record.line, request, _WekaRequest).requests or []
+    return requests
+
+
 def _weka_rows(log: LogFile, size: Any) -> Rows:
     ids: dict[tuple[int, int], int] = {}
     records = ((file, record) for file in log.files() for record in file.records())
@@ -276,9 +288,8 @@ def _weka_session(log: LogFile, record: LogRecord, number: int, ids: dict[tuple[
     """The requests of session ``number``. ``ids`` numbers blocks by scope and hash id, over all sessions."""
     scope = -1 if record.value.get("hash_id_scope") == "global" else number
     requests = converted(log, record.line, record.value, _WekaSession).requests
-    for outer in requests:
-        for inner in converted(log, record.line, outer, _WekaRequest).requests or []:
-            converted(log, record.line, inner, _WekaRequest)
+    for request in (inner for outer in requests for inner in (outer, *_inner(log, record, outer))):
+        converted(log, record.line, request, _WekaRequest)
     chains = list(_weka_requests(requests))
     timed = all(isinstance(request.get("api_time"), int | float) for _, request in chains)
     for chain, request in chains:

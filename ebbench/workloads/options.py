@@ -66,11 +66,7 @@ def mixture_parts(workload: str) -> list[tuple[str, str, float]]:
     if not all(parts) or (len(words) == 1 and "=" not in workload.partition(":")[0]):
         return []
     return [
-        (
-            part["name"] or Path(part["workload"].partition(":")[2] or part["workload"]).stem,
-            part["workload"],
-            float(part["share"]),
-        )
+        (part["name"] or _short_name(part["workload"]), part["workload"], float(part["share"]))
         for part in parts
         if part
     ]
@@ -86,6 +82,10 @@ def is_mixture(workload: str) -> bool:
     from ebbench.foreign.documents import read_toml
 
     return "classes" in read_toml(path)
+
+
+def _short_name(workload: str) -> str:
+    return Path(workload.partition(":")[2] or workload).stem
 
 
 MOST_SEED = 2**63 - 1

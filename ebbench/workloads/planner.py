@@ -185,6 +185,41 @@ def parse_adapters(text: str) -> dict[str, float]:
     return weights
 
 
+def with_adapters(requests: Requests, assignment: str, seed: int) -> Requests:
+    """Give each session one of the adapters, drawn by weight; all its requests use it. Raises UsageError."""
+    adapters = parse_adapters(assignment)
+    names, weights = list(adapters), np.array(list(adapters.values()))
+    drawn = substream(seed, "attachments/lora").choice(len(names), requests.sessions, p=weights / weights.sum())
+    chosen = [None if name == BASE_MODEL else name for name in names]
+    lora = [chosen[place] for place in drawn[requests.session].tolist()]
+    facts = {**requests.facts, "lora_assignment": {name: adapters[name] for name in names}}
+    return replace(requests, lora=lora, facts=facts)
+
+
+def with_images(requests: Requests, text: str) -> Requests:
+    """Put images, as ``tokens=256,count=2,side=448``, at the beginning of every prompt. Raises UsageError.
+
+    Later turns repeat those of their session.
+    """
+    given: dict[str, Any] = named_settings(text, settings_of(ImageSettings), "--images")
+    if "tokens" not in given:
+        raise UsageError("--images needs tokens, what one image is in your model's prompt, as in tokens=256,count=2")
+    images = ImageSettings(**given)
+    if requests.hash_ids is not None:
+        raise UsageError(
+            "hash ids (of a trace, --prefix-share or --cache-hit-rate) name the beginnings of these prompts, which "
+            "images would shift; leave out --images"
+        )
+    more = images.count * images.tokens
+    described = f"{images.count} of {images.tokens} tokens, {images.side} x {images.side} pixels"
+    return replace(
+        requests,
+        input_tokens=(requests.input_tokens + more).astype(np.int32),
+        images=[images] * len(requests),
+        facts={**requests.facts, "images": described},
+    )
+
+
 # Statistics of a plan: means, percentiles and the decode share.
 
 PERCENTILES = (5, 50, 95, 99)
@@ -308,35 +343,9 @@ def _single(options: PlanOptions, scenario: ScenarioSpec | None = None) -> tuple
     if options.shares_prefixes:
         requests = with_shared_prefixes(requests, options)
     if options.images is not None:
-        given: dict[str, Any] = named_settings(options.images, settings_of(ImageSettings), "--images")
-        if "tokens" not in given:
-            raise UsageError(
-                "--images needs tokens, what one image is in your model's prompt, as in tokens=256,count=2"
-            )
-        images = ImageSettings(**given)
-        if requests.hash_ids is not None:
-            raise UsageError(
-                "hash ids (of a trace, --prefix-share or --cache-hit-rate) name the beginnings of these prompts, which "
-                "images would shift; leave out --images"
-            )
-        more = images.count * images.tokens
-        described = f"{images.count} of {images.tokens} tokens, {images.side} x {images.side} pixels"
-        requests = replace(
-            requests,
-            input_tokens=(requests.input_tokens + more).astype(np.int32),
-            images=[images] * len(requests),
-            facts={**requests.facts, "images": described},
-        )
+        requests = with_images(requests, options.images)
     if options.lora_assignment is not None:
-        adapters = parse_adapters(options.lora_assignment)
-        names, weights = list(adapters), np.array(list(adapters.values()))
-        drawn = substream(options.seed, "attachments/lora").choice(
-            len(names), requests.sessions, p=weights / weights.sum()
-        )
-        chosen = [None if name == BASE_MODEL else name for name in names]
-        lora = [chosen[place] for place in drawn[requests.session].tolist()]
-        facts = {**requests.facts, "lora_assignment": {name: adapters[name] for name in names}}
-        requests = replace(requests, lora=lora, facts=facts)
+        requests = with_adapters(requests, options.lora_assignment, options.seed)
     if options.priorities is not None:
         from ebbench.workloads.mixture import parse_priorities, with_priorities
 

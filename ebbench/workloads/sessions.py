@@ -222,16 +222,7 @@ def with_sessions(requests: Requests, spec: SessionSpec, seed: int) -> Requests:
     if spec.abandon is not None:
         patience_s = spec.abandon.draw(substream(seed, "sessions/abandon"), len(requests))
         requests = replace(requests, hang_up_s=patience_s)
-    described: dict[str, Any] = {
-        name: getattr(spec, name).text
-        for name in ("think", "tool", "abandon", "thinking")
-        if getattr(spec, name) is not None
-    }
-    if spec.tool_share is not None:
-        described["tool_share"] = spec.tool_share
-    if spec.agents is not None:
-        described["agents"] = f"{spec.agents.count} after {spec.agents.share:.0%} of the turns"
-    return replace(requests, facts={**requests.facts, "session_shape": described})
+    return replace(requests, facts={**requests.facts, "session_shape": _described(spec)})
 
 
 def _with_thinking(requests: Requests, thinking: LengthSpec, seed: int) -> Requests:
@@ -248,6 +239,19 @@ def _with_thinking(requests: Requests, thinking: LengthSpec, seed: int) -> Reque
         output_tokens=(requests.output_tokens + tokens).astype(np.int32),
         input_tokens=(requests.input_tokens + earlier).astype(np.int32),
     )
+
+
+def _described(spec: SessionSpec) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        name: getattr(spec, name).text
+        for name in ("think", "tool", "abandon", "thinking")
+        if getattr(spec, name) is not None
+    }
+    if spec.tool_share is not None:
+        described["tool_share"] = spec.tool_share
+    if spec.agents is not None:
+        described["agents"] = f"{spec.agents.count} after {spec.agents.share:.0%} of the turns"
+    return described
 
 
 def _pauses(spec: SessionSpec, later: np.ndarray, seed: int) -> tuple[Floats, Floats]:
