@@ -13,7 +13,7 @@ from ebbench.config.declare import declared_in
 from ebbench.errors import UnknownNameError
 from ebbench.records.manifest import Manifest
 from ebbench.records.plan import ClosedPhase
-from ebbench.records.warnings import ESTIMATED, counted
+from ebbench.records.warnings import ESTIMATED
 from ebbench.spec.server import AUTO, OFF, EngineOptions
 from vllm_eb.policy import PolicyError, parse_policy, settings_in_effect
 
@@ -61,24 +61,35 @@ class LoadFacts:
 
     def parts(self) -> dict[str, str]:
         """The load in words, by part; parts that do not apply are left out."""
-        sessions = counted(self.sessions, "request" if self.single_requests else "session")
-        steps = " then ".join(f"{phase.sessions:,} at {phase.max_concurrency:,}" for phase in self.phases)
-        cap = "" if self.max_concurrency is None else f"{self.max_concurrency:,}"
-        rates = [rate for _, rate in self.rates] if self.request_rate is None else [self.request_rate]
-        speed = None if self.speed == 1 else self.speed
-        named = {"saturation rate": self.saturation_rate, "burstiness": self.burstiness, "speed": speed}
-        parts = {
-            "sessions": f"at most {sessions}" if self.phases and self.duration_s is not None else sessions,
-            "duration": "" if self.duration_s is None else f"released for {self.duration_s:g} s",
-            "concurrency": f"concurrency by phase: {steps}" if len(self.phases) > 1
-            else cap and f"concurrency {'' if self.phases else 'cap '}{cap}",
-            "rate": rates and f"rate {' then '.join(f'{rate:g}/s' for rate in rates)}",
-            **{name: f"{name} {value:g}" for name, value in named.items() if value is not None},
-            "ramp-up": f"ramp-up {self.ramp_up_s:g} s" if self.ramp_up_s else "",
-            "session start": self.begun_before,
-            "priorities": self.priorities and f"priorities {' '.join(f'{a}={b}' for a, b in self.priorities.items())}",
-        }  # fmt: skip
-        return {name: str(text) for name, text in parts.items() if text}
+        sessions = f"{self.sessions:,} {'request' if self.single_requests else 'session'}{'s' * (self.sessions != 1)}"
+        parts = {"sessions": sessions}
+        if self.duration_s is not None:
+            if self.phases:
+                parts["sessions"] = f"at most {sessions}"
+            parts["duration"] = f"released for {self.duration_s:g} s"
+        if len(self.phases) > 1:
+            steps = " then ".join(f"{phase.sessions:,} at {phase.max_concurrency:,}" for phase in self.phases)
+            parts["concurrency"] = f"concurrency by phase: {steps}"
+        elif self.max_concurrency is not None:
+            what = "concurrency" if self.phases else "concurrency cap"
+            parts["concurrency"] = f"{what} {self.max_concurrency:,}"
+        if self.request_rate is not None:
+            parts["rate"] = f"rate {self.request_rate:g}/s"
+        elif self.rates:
+            parts["rate"] = f"rate {' then '.join(f'{rate:g}/s' for _, rate in self.rates)}"
+        named = {
+            "saturation rate": self.saturation_rate,
+            "burstiness": self.burstiness,
+            "speed": None if self.speed == 1 else self.speed,
+        }
+        parts |= {name: f"{name} {value:g}" for name, value in named.items() if value is not None}
+        if self.ramp_up_s:
+            parts["ramp-up"] = f"ramp-up {self.ramp_up_s:g} s"
+        if self.begun_before:
+            parts["session start"] = self.begun_before
+        if self.priorities:
+            parts["priorities"] = "priorities " + " ".join(f"{name}={value}" for name, value in self.priorities.items())
+        return parts
 
     def conditions(self) -> dict[str, str]:
         """The parts in which runs must agree to be averaged, and the lengths."""
@@ -102,17 +113,21 @@ def load_of_run(manifest: Manifest) -> LoadFacts:
     if facts.get("begun_before"):
         where = f"in {facts['session_start']} of their course, {facts['primed_tokens']:,} tokens cached"
         begun_before = f"{facts['begun_before']:,} sessions begun before ({where})"
-    same = ("request_rate", "saturation_rate", "burstiness", "speed", "ramp_up_s", "duration_s")
     return LoadFacts(
         sessions=sum(phase.sessions for phase in manifest.phases)
         or int(facts.get("sessions") or manifest.rows.get("plan", 0)),
-        **{name: _number(facts.get(name)) for name in same},
+        request_rate=_number(facts.get("request_rate")),
+        saturation_rate=_number(facts.get("saturation_rate")),
+        burstiness=_number(facts.get("burstiness")),
+        speed=_number(facts.get("speed")),
+        ramp_up_s=_number(facts.get("ramp_up_s")),
         max_concurrency=next(iter(levels)) if len(levels) == 1 else manifest.max_concurrency,
         phases=manifest.phases,
         rates=tuple((name, float(rate)) for name, rate in rates.items()),
         lengths=", ".join(f"{facts[name]} {way}" for name, way in ways.items() if name in facts),
         replayed=facts.get("loop") == "trace",
         sessions_by_seed=bool(facts.get("sessions_by_seed")),
+        duration_s=_number(facts.get("duration_s")),
         trace=time_note(facts),
         trace_rate=None if trace_rate is None else trace_rate * (_number(facts.get("speed")) or 1.0),
         single_requests=facts.get("requests") == facts.get("sessions", 0),
@@ -147,18 +162,22 @@ class Machine:
 
     def limits(self) -> str:
         """``B = 8,192 tokens per step, N = 1,024 sequences``; empty if neither was recorded."""
-        budget, seqs = self.max_num_batched_tokens, self.max_num_seqs
-        limits = (
-            "" if budget is None else f"B = {budget:,} tokens per step",
-            "" if seqs is None else f"N = {seqs:,} sequences",
-        )
-        return ", ".join(filter(None, (*limits, self.further)))
+        limits = []
+        if self.max_num_batched_tokens is not None:
+            limits.append(f"B = {self.max_num_batched_tokens:,} tokens per step")
+        if self.max_num_seqs is not None:
+            limits.append(f"N = {self.max_num_seqs:,} sequences")
+        if self.further:
+            limits.append(self.further)
+        return ", ".join(limits)
 
     def __str__(self) -> str:
         count = "" if self.gpus is None else f"{self.gpus:,} GPU{'' if self.gpus == 1 else 's'}"
         topology = f"{self.topology} over {self.link}" if self.link else self.topology
-        api_server = f"API server {self.api_server}" if self.api_server else ""
-        return ", ".join(filter(None, (count, topology, self.types, self.dispatch, api_server)))
+        return ", ".join(part for part in (count, topology, self.types, self.dispatch, self._api_server()) if part)
+
+    def _api_server(self) -> str:
+        return f"API server {self.api_server}" if self.api_server else ""
 
 
 def flat_load(load: LoadFacts, machine: Machine, policy: str) -> dict[str, Any]:
@@ -198,10 +217,13 @@ def machine_of_run(manifest: Manifest) -> Machine:
     kv = options.get("kv_cache_dtype") or "auto"
     asked = {"weights": options.get("quantization"), "KV cache": None if kv == "auto" else kv}
     words = {
-        "policy": "policy {}", "num_kv_blocks": "{:,} KV blocks", "kv_cache_tokens": "{:,} KV tokens",
-        "block_size": "blocks of {:,} tokens", "kv_cache_dtype": "KV cache type {}",
+        "policy": "policy {}",
+        "num_kv_blocks": "{:,} KV blocks",
+        "kv_cache_tokens": "{:,} KV tokens",
+        "block_size": "blocks of {:,} tokens",
+        "kv_cache_dtype": "KV cache type {}",
         "gpu_memory_utilization": "{:.0%} of the GPU memory",
-    }  # fmt: skip
+    }
     parts = [text.format(reports[name]) for name, text in words.items() if reports.get(name) is not None]
     if "enable_prefix_caching" in reports:
         parts.append(f"prefix caching {'on' if reports['enable_prefix_caching'] else 'off'}")
@@ -362,15 +384,20 @@ def _recorded(manifest: Manifest, name: str) -> str:
 
 def describe_load(manifest: Manifest) -> str:
     """The load in words: number and rate of sessions."""
-    steps = [f"{phase.sessions} sessions at concurrency {phase.max_concurrency}" for phase in manifest.phases]
+    if manifest.phases:
+        return ", ".join(
+            f"{phase.sessions} sessions at concurrency {phase.max_concurrency}" for phase in manifest.phases
+        )
     facts = manifest.facts
     given = {
-        "rate": facts.get("request_rate"), "saturation rate": facts.get("saturation_rate"),
-        "burstiness": facts.get("burstiness"), "speed": facts.get("speed"),
+        "rate": facts.get("request_rate"),
+        "saturation rate": facts.get("saturation_rate"),
+        "burstiness": facts.get("burstiness"),
+        "speed": facts.get("speed"),
         "concurrency cap": manifest.max_concurrency,
-    }  # fmt: skip
+    }
     shown = [f"{name} {value:g}" for name, value in given.items() if value is not None]
-    return ", ".join(steps or [f"{facts.get('sessions') or manifest.rows.get('plan', 0)} sessions", *shown])
+    return ", ".join([f"{facts.get('sessions') or manifest.rows.get('plan', 0)} sessions", *shown])
 
 
 def comparison_conditions(environment: Mapping[str, str], load: LoadFacts) -> dict[str, str]:

@@ -367,9 +367,20 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
     drafted = Drafted.of(manifest.facts)
     if drafted is not None and not phase:
         metrics = replace(metrics, mean_acceptance_length=drafted.mean_acceptance_length)
-    as_stored = (*_IDENTITY, "valid", "interrupted", "warnings", "plan_hash", "anchor_unix_ns")
     return Summary(
-        **{name: getattr(manifest, name) for name in as_stored},
+        policy=manifest.policy,
+        engine=manifest.engine,
+        device=manifest.device,
+        model=manifest.model,
+        workload=manifest.workload,
+        scenario=manifest.scenario,
+        source=manifest.source,
+        seed=manifest.seed,
+        valid=manifest.valid,
+        interrupted=manifest.interrupted,
+        warnings=manifest.warnings,
+        plan_hash=manifest.plan_hash,
+        anchor_unix_ns=manifest.anchor_unix_ns,
         run_dir=str(run.path),
         reasons=tuple(manifest.reasons),
         slo=slo,

@@ -195,9 +195,15 @@ def _unit_of(run: Run) -> GateUnit:
     for name, metrics in summary.classes.items():
         if name != NO_CLASS:
             figures |= {f"{name}:{figure}": value for figure, value in unit_figures(metrics).items()}
-    same = ("environment", "policy", "plan_hash", "seed", "virtual", "anchor_unix_ns", "conditions", "until_clear")
     return GateUnit(
-        **{name: getattr(summary, name) for name in same},
+        environment=summary.environment,
+        policy=summary.policy,
+        plan_hash=summary.plan_hash,
+        seed=summary.seed,
+        virtual=summary.virtual,
+        anchor_unix_ns=summary.anchor_unix_ns,
+        conditions=summary.conditions,
+        until_clear=summary.until_clear,
         run=str(run.path),
         figures=figures,
         slo=str(summary.slo),

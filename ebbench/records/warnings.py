@@ -6,10 +6,9 @@ the sentence that is shown. Runs stored by earlier versions have the sentence it
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partialmethod
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -189,11 +188,24 @@ class _Range(float):
         others = other.ends if isinstance(other, _Range) else (other, other)
         return _Range(*sorted(map(operation, self.ends, others)))
 
-    __add__ = __radd__ = partialmethod(_with, operator.add)
-    __sub__ = partialmethod(_with, operator.sub)
-    __rsub__ = partialmethod(_with, lambda end, by: by - end)
-    __mul__ = __rmul__ = partialmethod(_with, operator.mul)
-    __truediv__ = partialmethod(_with, operator.truediv)
+    def __add__(self, other: float) -> _Range:
+        return self._with(other, lambda end, by: end + by)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: float) -> _Range:
+        return self._with(other, lambda end, by: end - by)
+
+    def __rsub__(self, other: float) -> _Range:
+        return self._with(other, lambda end, by: by - end)
+
+    def __mul__(self, other: float) -> _Range:
+        return self._with(other, lambda end, by: end * by)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: float) -> _Range:
+        return self._with(other, lambda end, by: end / by)
 
 
 def _label(stated: bool) -> str:
