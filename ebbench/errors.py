@@ -15,7 +15,7 @@ Exit codes 1 (regression) and 5 (inconclusive) are verdicts of the gate, not err
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,12 @@ class UnknownNameError(UsageError):
         choices = sorted(known)
         super().__init__(f"unknown {kind} {name!r}; {name_hint(name, choices)}")
         self.kind, self.name, self.known = kind, name, choices
+
+
+def check_known(kind: str, name: str, known: Collection[str]) -> None:
+    """Raise UnknownNameError unless ``name`` is among the known ones."""
+    if name not in known:
+        raise UnknownNameError(kind, name, known)
 
 
 class InputFileError(UsageError):

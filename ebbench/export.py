@@ -27,7 +27,7 @@ from ebbench.analysis.summary import Summary, summarise
 from ebbench.analysis.units import FIGURES, GateUnit, is_higher_better
 from ebbench.analysis.verdict import GATED, gated_by_default
 from ebbench.config.topology import PoolSpec, TopologySpec, parse_topology
-from ebbench.errors import DataError, UnknownNameError, UsageError
+from ebbench.errors import UsageError, check_known
 from ebbench.foreign.documents import csv_cell
 from ebbench.records import files
 from ebbench.records.run import Run, find_runs
@@ -371,10 +371,7 @@ def otava_series(runs: Sequence[Run]) -> list[Series]:
 
     Raises DataError if no run is left.
     """
-    points_by_kind = trend.series_points(trend.trend_members(runs))
-    if not points_by_kind:
-        raise DataError("no valid run to make a history of")
-    return [_series(kind, points) for kind, points in points_by_kind.items()]
+    return [_series(kind, points) for kind, points in trend.series_points(runs).items()]
 
 
 def _series(kind: trend.SeriesKind, points: Sequence[trend.Point]) -> Series:
@@ -389,8 +386,7 @@ def _series(kind: trend.SeriesKind, points: Sequence[trend.Point]) -> Series:
         values = ["" if (value := column[place]) is None else f"{value:.6g}" for column in shown.values()]
         seeds = " ".join(str(seed) for seed in sorted({unit.seed for unit in point.units}))
         attributes = [kind.policy, kind.environment, kind.server, kind.load, kind.limits, seeds, str(len(point.units))]
-        earliest = min(unit.anchor_unix_ns for unit in point.units)
-        when = datetime.fromtimestamp(earliest / 1e9, UTC).isoformat(timespec="seconds")
+        when = datetime.fromtimestamp(point.begun_ns / 1e9, UTC).isoformat(timespec="seconds")
         writer.writerow(map(csv_cell, (when, point.commit, *attributes, *values)))
     whole = tuple(name for name, column in shown.items() if None not in column)
     return Series(kind.name, whole, text.getvalue())
@@ -436,8 +432,7 @@ def export(kinds: Sequence[str], runs: Sequence[Run], directory: Path) -> list[P
     Raises UnknownNameError, RunError, and DataError for damaged runs.
     """
     for kind in kinds:
-        if kind not in EXPORTS:
-            raise UnknownNameError("export", kind, EXPORTS)
+        check_known("export", kind, EXPORTS)
     directory.mkdir(parents=True, exist_ok=True)
     written = {}
     for kind in kinds:

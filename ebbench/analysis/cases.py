@@ -18,7 +18,8 @@ from typing import Any, Literal, TypeVar
 from ebbench.analysis.environment import differing_names, usual_options
 from ebbench.analysis.explain import Explanation, explain
 from ebbench.analysis.metrics import Metrics, Slo
-from ebbench.analysis.summary import Summary, summarise, summarise_phases
+from ebbench.analysis.summary import Summary, several_phases, summarise
+from ebbench.grouping import by_key
 from ebbench.records.run import Run
 
 
@@ -48,9 +49,7 @@ def result_of(run: Run, slo: Slo | None = None, summary: Summary | None = None) 
 
     Raises DataError for damaged files.
     """
-    several = len(run.table("requests", ["phase"])["phase"].unique()) > 1
-    phases = summarise_phases(run, slo) if several else ()
-    return RunResult(run, summary or summarise(run, slo), explain(run), phases)
+    return RunResult(run, summary or summarise(run, slo), explain(run), several_phases(run, slo))
 
 
 # Runs of one load in one environment, grouped by policy, with gains over the baseline.
@@ -199,9 +198,7 @@ def gain(group: Group, baseline: Group, figure: Figure = throughput) -> Gain | N
 
 def paired_by_plan(group: Group, baseline: Group) -> list[tuple[Summary, Summary]]:
     """Runs of the same plan, in the order of the group; a plan that was run several times gives several pairs."""
-    theirs: dict[str, list[Summary]] = {}
-    for summary in baseline.summaries:
-        theirs.setdefault(summary.plan_hash, []).append(summary)
+    theirs = by_key((summary.plan_hash, summary) for summary in baseline.summaries)
     pairs = []
     for summary in group.summaries:
         if waiting := theirs.get(summary.plan_hash):
@@ -220,9 +217,7 @@ def differing(summaries: Sequence[Summary]) -> list[str]:
     unlike = differing_names([summary.environment for summary in summaries])
     if len({summary.slo for summary in summaries if summary.slo}) > 1:
         unlike.append("limits (--goodput gives all runs the same)")
-    seeds: dict[str, set[int]] = {}
-    for summary in summaries:
-        seeds.setdefault(summary.policy, set()).add(summary.seed)
+    seeds = by_key((summary.policy, summary.seed) for summary in summaries)
     several = len(set(map(frozenset, seeds.values()))) > 1
     mixed = len({(run.seed, run.plan_hash) for run in summaries}) > len({run.seed for run in summaries})
     return unlike + ["seeds"] * several + ["plan"] * mixed
@@ -321,10 +316,7 @@ def _key(conditions: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 def _alike(conditions: Sequence[Mapping[str, str]]) -> Iterable[list[int]]:
     """The places of equal conditions, one list for each."""
-    members: dict[tuple[tuple[str, str], ...], list[int]] = {}
-    for place, of_run in enumerate(conditions):
-        members.setdefault(_key(of_run), []).append(place)
-    return members.values()
+    return by_key((_key(of_run), place) for place, of_run in enumerate(conditions)).values()
 
 
 def _policy_seed_plan(summary: Summary) -> tuple[str, int, str]:
@@ -378,10 +370,7 @@ def _by_plan(places: list[int], plans: Sequence[tuple[int, str]]) -> list[tuple[
     """``places`` unchanged, or, if a seed has several plans, one part per plan with the plan's hash."""
     if len({plans[place] for place in places}) == len({plans[place][0] for place in places}):
         return [(places, "")]
-    parts: dict[str, list[int]] = {}
-    for place in places:
-        parts.setdefault(plans[place][1], []).append(place)
-    return [(own, plan[:8]) for plan, own in parts.items()]
+    return [(own, plan[:8]) for plan, own in by_key((plans[place][1], place) for place in places).items()]
 
 
 def differing_conditions(conditions: Sequence[Mapping[str, str]]) -> list[str]:
@@ -461,11 +450,10 @@ def two_sided_p(logs: Sequence[float], *, sequential: bool = False) -> float | N
     """
     if len(logs) < 2:
         return None
-    from ebbench.analysis.statistics import anytime_p_two_sided, sign_flip_p
+    from ebbench.analysis.statistics import anytime_p, sign_flip_p
 
-    if sequential:
-        return anytime_p_two_sided(logs)
-    return min(1.0, 2 * min(sign_flip_p(logs), sign_flip_p([-value for value in logs])))
+    one_sided = anytime_p if sequential else sign_flip_p
+    return min(1.0, 2 * min(one_sided(logs), one_sided([-value for value in logs])))
 
 
 def adjusted(tests: Mapping[Name, Sequence[float]], *, sequential: bool = False) -> dict[Name, float]:

@@ -101,18 +101,20 @@ def compared(group: str, *, points: bool = False) -> tuple[Column, ...]:
     )
 
 
-def comparison(published: float | None, ours: float | None, *, points: bool = False) -> tuple[Value, Value, Value]:
-    """The values of the columns of :func:`compared`."""
-    if published is None or ours is None:
-        return published, ours, None
-    if points:
+def comparison(published: Value, ours: Value, *, points: bool = False) -> tuple[Value, Value, Value]:
+    """The values of the columns of :func:`compared`; without a difference where one of both is no number."""
+    if not points:
+        return published, ours, relative(ours, published)
+    if isinstance(published, int | float) and isinstance(ours, int | float):
         return published, ours, ours - published
-    return published, ours, ours / published - 1 if published else None
+    return published, ours, None
 
 
-def relative(value: float | None, base: float | None) -> float | None:
-    """``value / base - 1``; None if either is unknown or the base is zero."""
-    return None if value is None or not base else value / base - 1
+def relative(value: Value, base: Value) -> float | None:
+    """``value / base - 1``; None if either is no number or the base is zero."""
+    if isinstance(value, int | float) and isinstance(base, int | float) and base:
+        return value / base - 1
+    return None
 
 
 def text(value: Value, column: Column, joint: str = " ") -> str:

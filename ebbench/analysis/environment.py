@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ebbench.config.declare import declared_in
-from ebbench.errors import UnknownNameError
+from ebbench.errors import check_known
 from ebbench.records.manifest import Manifest
 from ebbench.records.plan import ClosedPhase
 from ebbench.records.warnings import ESTIMATED
@@ -109,6 +109,8 @@ def load_of_run(manifest: Manifest) -> LoadFacts:
     rates: Mapping[str, Any] = facts.get("phase_rates") or {}
     ways = {"input_lengths": "in", "output_lengths": "out"}
     trace_rate = _number(facts.get("trace_requests_per_s"))
+    named = ("request_rate", "saturation_rate", "burstiness", "speed", "ramp_up_s", "duration_s")
+    numbers = {name: _number(facts.get(name)) for name in named}
     begun_before = ""
     if facts.get("begun_before"):
         where = f"in {facts['session_start']} of their course, {facts['primed_tokens']:,} tokens cached"
@@ -116,20 +118,15 @@ def load_of_run(manifest: Manifest) -> LoadFacts:
     return LoadFacts(
         sessions=sum(phase.sessions for phase in manifest.phases)
         or int(facts.get("sessions") or manifest.rows.get("plan", 0)),
-        request_rate=_number(facts.get("request_rate")),
-        saturation_rate=_number(facts.get("saturation_rate")),
-        burstiness=_number(facts.get("burstiness")),
-        speed=_number(facts.get("speed")),
-        ramp_up_s=_number(facts.get("ramp_up_s")),
+        **numbers,
         max_concurrency=next(iter(levels)) if len(levels) == 1 else manifest.max_concurrency,
         phases=manifest.phases,
         rates=tuple((name, float(rate)) for name, rate in rates.items()),
         lengths=", ".join(f"{facts[name]} {way}" for name, way in ways.items() if name in facts),
         replayed=facts.get("loop") == "trace",
         sessions_by_seed=bool(facts.get("sessions_by_seed")),
-        duration_s=_number(facts.get("duration_s")),
         trace=time_note(facts),
-        trace_rate=None if trace_rate is None else trace_rate * (_number(facts.get("speed")) or 1.0),
+        trace_rate=None if trace_rate is None else trace_rate * (numbers["speed"] or 1.0),
         single_requests=facts.get("requests") == facts.get("sessions", 0),
         begun_before=begun_before,
         priorities=facts.get("priorities") or {},
@@ -464,8 +461,7 @@ def remedy(unlike: Sequence[Difference]) -> str:
 def check_allowed(names: Sequence[str]) -> tuple[str, ...]:
     """``names``, if all are in ENVIRONMENT. Raises UnknownNameError otherwise."""
     for name in names:
-        if name not in ENVIRONMENT:
-            raise UnknownNameError("environment key", name, ENVIRONMENT)
+        check_known("environment key", name, ENVIRONMENT)
     return tuple(names)
 
 

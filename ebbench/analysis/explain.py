@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ebbench.grouping import by_key
 from ebbench.records.run import Run
 from ebbench.records.warnings import KV_CACHE, RunWarning, warning
 
@@ -24,6 +25,8 @@ STEP_COLUMNS = (
     "start_ns", "end_ns", "prefill_tokens", "decode_seqs", "kv_blocks_used", "kv_blocks_total", "waiting", "running",
     "preemptions",
 )  # fmt: skip
+FIGURES = ("kv_full_share", "repeated_tokens", "repeated_share")
+"""Names of :attr:`KvPressure.figures`."""
 FULL = 0.9
 """Share of a server's KV cache in use from which on requests that wait are taken to wait for memory."""
 _USAGE = re.compile(r"(kv_cache_usage_perc|gpu_cache_usage_perc|sglang:token_usage)$")
@@ -32,6 +35,7 @@ _RUNNING = re.compile(r"(num_requests_running|sglang:num_running_reqs)$")
 _PREEMPTIONS = re.compile(r"num_preemptions(_total)?$")
 
 Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -71,15 +75,7 @@ class KvPressure:
     @property
     def figures(self) -> dict[str, float | None]:
         """Shares of the time and repeated tokens, by their names in JSON."""
-        return {
-            "kv_full_share": self.full_share,
-            "repeated_tokens": self.repeated_tokens,
-            "repeated_share": self.repeated_share,
-        }
-
-
-FIGURES = ("kv_full_share", "repeated_tokens", "repeated_share")
-"""Names of :attr:`KvPressure.figures`."""
+        return dict(zip(FIGURES, (self.full_share, self.repeated_tokens, self.repeated_share), strict=True))
 
 
 def kv_pressure(steps: pa.Table, requests: pa.Table, options: Mapping[str, Any]) -> KvPressure | None:
@@ -89,7 +85,6 @@ def kv_pressure(steps: pa.Table, requests: pa.Table, options: Mapping[str, Any])
     columns = {name: steps.column(name).to_numpy() for name in STEP_COLUMNS}
     prompts = requests.filter(pc.equal(requests["status"], "ok"))["input_tokens"]
     spent = (columns["end_ns"] - columns["start_ns"]).astype(np.float64)
-    total = float(spent.sum()) or 1.0
     slots = options.get("max_num_active_seqs") or options.get("max_num_seqs")
     free_tokens = (columns["kv_blocks_total"] - columns["kv_blocks_used"]) * int(options.get("block_size") or 1)
     prompt_tokens = pc.quantile(prompts, 0.5)[0].as_py() or 0
@@ -105,16 +100,10 @@ def kv_pressure(steps: pa.Table, requests: pa.Table, options: Mapping[str, Any])
         held = (pc.sum(started["input_tokens"]).as_py() or 0) - (pc.sum(started["cached_tokens"]).as_py() or 0)
         repeated = max(computed - held, 0)
     tokens = np.maximum(columns["prefill_tokens"] + columns["decode_seqs"], 1)
-    prefilling = float((spent * columns["prefill_tokens"] / tokens).sum()) / total
-    return KvPressure(
-        full_share=float(spent[full].sum()) / total,
-        running=float(np.average(columns["running"][full], weights=spent[full])) if spent[full].sum() else 0.0,
-        slots=slots,
-        preemptions=preemptions,
-        preempted_share=preemptions / max(requests.num_rows, 1),
-        repeated_tokens=repeated,
-        repeated_share=prefilling * repeated / computed if computed else 0.0,
-    )
+    prefilling = float((spent * columns["prefill_tokens"] / tokens).sum()) / (float(spent.sum()) or 1.0)
+    pressure = _pressure(spent, full, columns["running"], slots, preemptions, requests.num_rows)
+    share = prefilling * repeated / computed if computed else 0.0
+    return replace(pressure, repeated_tokens=repeated, repeated_share=share)
 
 
 def kv_pressure_by_metrics(metrics: pa.Table, requests: int, slots: int | None) -> KvPressure | None:
@@ -131,10 +120,17 @@ def kv_pressure_by_metrics(metrics: pa.Table, requests: int, slots: int | None) 
     running = _sum_over_time([values for name, values in series if _RUNNING.search(name)], times)
     usage_over_time = np.max([_over_time(values, times) for values in usage], axis=0) if usage else np.zeros(len(times))
     full = (usage_over_time >= FULL) & (waiting > 0)
-    total = float(lasting.sum()) or 1.0
+    return _pressure(lasting, full, running, slots, preemptions, requests)
+
+
+def _pressure(
+    lasting: Floats, full: Mask, running: Floats, slots: int | None, preemptions: int, requests: int
+) -> KvPressure:
+    """The costs of the times with a full cache; ``lasting``: how long each time lasted."""
+    waited = float(lasting[full].sum())
     return KvPressure(
-        full_share=float(lasting[full].sum()) / total,
-        running=float(np.average(running[full], weights=lasting[full])) if lasting[full].sum() else 0.0,
+        full_share=waited / (float(lasting.sum()) or 1.0),
+        running=float(np.average(running[full], weights=lasting[full])) if waited else 0.0,
         slots=slots,
         preemptions=preemptions,
         preempted_share=preemptions / max(requests, 1),
@@ -146,9 +142,8 @@ _Values = list[tuple[int, float]]
 
 def _series(metrics: pa.Table) -> list[tuple[str, _Values]]:
     """Samples during the run by name and labels, in order of time; a metric is stored when it changes."""
-    series: dict[tuple[str, str], _Values] = {}
-    for row in metrics.to_pylist():
-        series.setdefault((row["name"], row["labels"]), []).append((max(row["time_ns"], 0), row["value"]))
+    rows = metrics.to_pylist()
+    series = by_key(((row["name"], row["labels"]), (max(row["time_ns"], 0), row["value"])) for row in rows)
     return [(name, values) for (name, _), values in series.items()]
 
 

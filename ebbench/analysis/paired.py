@@ -31,7 +31,8 @@ from ebbench.analysis.verdict import (
     units_of,
     worse_by_gate,
 )
-from ebbench.errors import DataError, UnknownNameError
+from ebbench.errors import DataError, check_known
+from ebbench.grouping import by_key
 from ebbench.records.warnings import Fact
 
 THROUGHPUT, GOODPUT, REQUEST_TIME = "output_throughput", "request_goodput", "median_e2el_ms"
@@ -111,10 +112,9 @@ def load_groups(arguments: Sequence[tuple[Path, Sequence[Path]]]) -> dict[str, l
     An argument is what the user calls it, a directory or a name, and its runs, or directories of them. Raises DataError
     if a run is missing, damaged or INVALID.
     """
-    by_place: dict[tuple[str, int], list[GateUnit]] = {}
-    for place, (_, paths) in enumerate(arguments):
-        for unit in load_units(paths):
-            by_place.setdefault((unit.policy, place), []).append(unit)
+    by_place = by_key(
+        ((unit.policy, place), unit) for place, (_, paths) in enumerate(arguments) for unit in load_units(paths)
+    )
     # Arguments that hold different plans of one policy are merged; if a plan occurs twice, they stay separate groups.
     groups: dict[str, list[GateUnit]] = {}
     for (policy, place), units in by_place.items():
@@ -145,9 +145,7 @@ def compare_cases(
     parts = partition(members, conditions, [(unit.seed, unit.plan_hash) for _, unit in members])
     comparisons, alone = [], []
     for title, part in parts:
-        units_by_label: dict[str, list[GateUnit]] = {}
-        for label, unit in part:
-            units_by_label.setdefault(label, []).append(unit)
+        units_by_label = by_key(part)
         if len(units_by_label) < 2 or (baseline is not None and baseline in groups and baseline not in units_by_label):
             alone.append(f"{title or 'these runs'}: only {', '.join(units_by_label)}")
         else:
@@ -174,8 +172,7 @@ def compare(
     if len(groups) < 2:
         raise DataError(_why_alone(groups, allowed))
     chosen = baseline or ("v1" if "v1" in groups else next(iter(groups)))
-    if chosen not in groups:
-        raise UnknownNameError("baseline", chosen, groups)
+    check_known("baseline", chosen, groups)
     others = {label: units for label, units in groups.items() if label != chosen}
     base = groups[chosen]
     contrasts = [

@@ -41,16 +41,15 @@ class Rebuilt:
 
 def cut_off_runs(paths: Sequence[Path]) -> list[Path]:
     """Interrupted runs among ``paths`` and in directories among them. Raises DataError for a missing path."""
-    cut_off = []
     for path in paths:
         require_directory(path)
-        inside = sorted(child.parent for child in path.glob(f"*/{PARTIAL}"))
-        cut_off += [
-            directory
-            for directory in [path, *inside]
-            if (directory / PARTIAL).exists() and not (directory / MANIFEST).exists()
-        ]
-    return cut_off
+    return unfinished_runs(paths)
+
+
+def unfinished_runs(paths: Sequence[Path]) -> list[Path]:
+    """Runs that go on or were interrupted, among ``paths`` and in directories among them."""
+    begun = [child.parent for path in paths for child in (*path.glob(PARTIAL), *sorted(path.glob(f"*/{PARTIAL}")))]
+    return [directory for directory in dict.fromkeys(begun) if not (directory / MANIFEST).exists()]
 
 
 def rebuild(directory: Path, *, skip_damaged: bool = False) -> Rebuilt:

@@ -225,12 +225,6 @@ def anytime_p(losses: npt.ArrayLike, bound: float = 0.0) -> float:
     return min(1.0, 1.0 / float(evidence(losses, bound).max()))
 
 
-def anytime_p_two_sided(losses: npt.ArrayLike) -> float:
-    """P-value of "there is a difference", valid after every pair: twice the smaller of the two one-sided ones."""
-    values = np.asarray(losses, np.float64)
-    return min(1.0, 2.0 * min(anytime_p(values), anytime_p(-values)))
-
-
 def confidence_sequence(losses: npt.ArrayLike, confidence: float = 0.95) -> PairedInterval:
     """Mean loss, and bounds that hold after all pairs simultaneously with probability ``confidence``.
 

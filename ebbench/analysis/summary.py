@@ -340,6 +340,12 @@ def summarise_phases(run: Run, slo: Slo | None = None) -> tuple[Summary, ...]:
     return tuple(summaries)
 
 
+def several_phases(run: Run, slo: Slo | None = None) -> tuple[Summary, ...]:
+    """:func:`summarise_phases` of a run that has several; empty for one phase."""
+    several = len(run.table("requests", ["phase"])["phase"].unique()) > 1
+    return summarise_phases(run, slo) if several else ()
+
+
 def _measured_by(run: Run, slo: Slo | None) -> tuple[Slo, RequestColumns, tuple[Window, ...]]:
     """The limits in force, the columns of all requests, and the steady windows. Raises UsageError."""
     columns = RequestColumns.of(metric_columns(run))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -30,6 +30,7 @@ from ebbench.analysis.verdict import (
     without_copies,
 )
 from ebbench.errors import DataError
+from ebbench.grouping import by_key
 from ebbench.records.manifest import Manifest, RunLabels
 from ebbench.records.run import Run, slug
 
@@ -127,23 +128,16 @@ class Point:
         if any(value is None or value <= 0 for value in values):
             return None
         interval = paired_t([math.log(value) for value in values if value])
-        return PairedInterval(*(math.exp(bound) if bound < math.inf else bound for bound in
-                                (interval.mean, interval.low, interval.high)))  # fmt: skip
+        return PairedInterval(*map(math.exp, (interval.mean, interval.low, interval.high)))
 
 
-def series_points(members: Iterable[Member]) -> dict[SeriesKind, list[Point]]:
-    """The series of valid runs, points in order of time."""
-    groups: dict[SeriesKind, list[Member]] = {}
-    for member in members:
-        groups.setdefault(SeriesKind.of(member.unit), []).append(member)
+def series_points(runs: Sequence[Run]) -> dict[SeriesKind, list[Point]]:
+    """The series of the valid runs, points in order of time. Raises DataError without any, and for a damaged run."""
+    members = (Member.of(run.manifest, gate_unit(run)) for run in runs if run.manifest.valid)
+    groups = by_key((SeriesKind.of(member.unit), member) for member in members)
+    if not groups:
+        raise DataError("no valid run to make a history of")
     return {kind: points_by_commit(groups[kind]) for kind in sorted(groups)}
-
-
-def trend_members(runs: Sequence[Run]) -> Iterator[Member]:
-    """The valid ones among the runs. Raises DataError for a damaged run."""
-    for run in runs:
-        if run.manifest.valid:
-            yield Member.of(run.manifest, gate_unit(run))
 
 
 def points_by_commit(members: Sequence[Member]) -> list[Point]:
@@ -258,9 +252,7 @@ def nearest_pairs(before: Sequence[Point], after: Sequence[Point]) -> list[Pair]
     old = [unit for point in reversed(before) for unit in reversed(point.independent)]
     new = [unit for point in after for unit in point.independent]
     shared = {unit.plan_hash for unit in old} & {unit.plan_hash for unit in new}
-    waiting: dict[str, list[GateUnit]] = {}
-    for unit in old:
-        waiting.setdefault(unit.plan_hash if unit.plan_hash in shared else "", []).append(unit)
+    waiting = by_key((unit.plan_hash if unit.plan_hash in shared else "", unit) for unit in old)
     pairs = []
     for unit in new:
         if mates := waiting.get(unit.plan_hash if unit.plan_hash in shared else ""):
@@ -311,9 +303,7 @@ def _change(points: Sequence[Point], figure: str, rules: Rules) -> Change | None
 def _levels(points: Sequence[Point], figure: str) -> list[float]:
     """Log of the figure of each point; against the mean of its plan where every plan was run more than once."""
     logs = [[(unit.plan_hash, math.log(unit.figures[figure] or 1.0)) for unit in point.independent] for point in points]
-    plans: dict[str, list[float]] = {}
-    for plan, value in (pair for point in logs for pair in point):
-        plans.setdefault(plan, []).append(value)
+    plans = by_key(pair for point in logs for pair in point)
     repeated = all(len(values) > 1 for values in plans.values())
     means: Mapping[str, float] = {plan: fmean(values) for plan, values in plans.items()} if repeated else {}
     return [fmean(value - means.get(plan, 0.0) for plan, value in point) for point in logs]
@@ -324,11 +314,8 @@ def trends_of(runs: Sequence[Run], rules: Rules = DEFAULT_RULES) -> list[list[Tr
 
     Raises DataError if no run is valid.
     """
-    points_by_series = series_points(trend_members(runs))
-    if not points_by_series:
-        raise DataError("no valid run to make a history of")
     trends = []
-    for kind, points in sorted(points_by_series.items(), key=lambda item: item[1][0].begun_ns):
+    for kind, points in sorted(series_points(runs).items(), key=lambda item: item[1][0].begun_ns):
         units = [unit for point in points for unit in point.units]
         figures = rules.gated if rules.gated != GATED else gated_by_default(units)
         trends.append([trend_of(kind, points, figure, rules) for figure in figures])

@@ -31,7 +31,7 @@ from ebbench.analysis.metrics import LATENCIES, Metrics
 from ebbench.analysis.summary import metrics_dict, summarise
 from ebbench.analysis.validity import of_device
 from ebbench.config.declare import Setting, split_all_pairs, value_of
-from ebbench.errors import DataError, UnknownNameError, UsageError
+from ebbench.errors import DataError, UnknownNameError, UsageError, check_known
 from ebbench.records.run import Run, find_runs
 from ebbench.records.warnings import ABOUT_SERVER, RunWarning
 
@@ -281,8 +281,7 @@ def parse_figures(names: Iterable[str]) -> tuple[str, ...]:
 
 def _column(text: str) -> str:
     of_class, colon, name = text.rpartition(":")
-    if name not in NAMES:
-        raise UnknownNameError("figure", name, NAMES)
+    check_known("figure", name, NAMES)
     return f"{of_class}{colon}{NAMES[name]}"
 
 

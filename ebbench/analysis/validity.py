@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,6 +20,7 @@ import pyarrow.compute as pc
 from ebbench.analysis.columns import MISSING, STATUSES, RequestColumns
 from ebbench.analysis.metrics import Metrics
 from ebbench.foreign.documents import load_toml
+from ebbench.grouping import by_key
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
 from ebbench.records.warnings import ABOUT_SERVER, KV_CACHE, RunWarning, in_ranges, warning, warning_shape
 from ebbench.spec.client import lag_limit_ms
@@ -82,9 +82,7 @@ def failures_by_cause(requests: pa.Table, phase: str = "") -> tuple[Failure, ...
     if phase:
         chosen = pc.and_(chosen, pc.equal(requests["phase"], phase))
     failed = requests.select(list(FAILURE_COLUMNS)).filter(chosen)
-    groups: dict[tuple[str, str], list[tuple[str, int]]] = {}
-    for error_class, message, count in _distinct(failed):
-        groups.setdefault((error_class, _remedy(error_class, message)), []).append((message, count))
+    groups = by_key(((kind, _remedy(kind, message)), (message, count)) for kind, message, count in _distinct(failed))
     failures = [
         Failure(error_class, sum(count for _, count in messages), _example(messages), remedy)
         for (error_class, remedy), messages in groups.items()
@@ -171,10 +169,11 @@ def told_once(
 
     Caveats that differ only in numbers are merged, with the range of each number.
     """
-    alike: dict[Any, list[tuple[RunWarning, int]]] = {}
-    for place, warnings in enumerate(told_by_run):
-        for said in warnings:
-            alike.setdefault((said.code, said.message, warning_shape(said.values)), []).append((said, place))
+    alike = by_key(
+        ((said.code, said.message, warning_shape(said.values)), (said, place))
+        for place, warnings in enumerate(told_by_run)
+        for said in warnings
+    )
     return [
         owner({place for _, place in told}) + worded(in_ranges([said for said, _ in told])) for told in alike.values()
     ]

@@ -18,9 +18,8 @@ import tomllib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar, get_args
+from typing import IO, TYPE_CHECKING, Any, AnyStr, TypeVar, get_args
 
 import msgspec
 
@@ -162,19 +161,25 @@ def not_text(path: Path, error: UnicodeDecodeError, line: int | None = None) -> 
 
 def read_lines(path: Path | str, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     """Lines that are not empty, with their numbers, without a byte order mark. Raises InputFileError."""
-    blank = 0
     try:
-        for number, line in enumerate(iter(partial(stream.readline, LINE_BYTES + 1), b""), start=1):
-            if line.isspace():
-                blank += 1
-                if blank > BLANK_LINES:
-                    raise InputFileError(path, f"has more than {BLANK_LINES:,} empty lines; remove them", number)
-                continue
-            if len(line) > LINE_BYTES:
-                raise InputFileError(path, f"has a line of more than {LINE_BYTES >> 20} MiB; is it a log?", number)
-            yield number, line.removeprefix(_MARK) if number == 1 else line
+        for number, line in _bounded_lines(path, stream, LINE_BYTES, f"{LINE_BYTES >> 20} MiB"):
+            if not line.isspace():
+                yield number, line.removeprefix(_MARK) if number == 1 else line
     except OSError as error:
         raise InputFileError(path, f"cannot be read: {error.strerror or error}") from None
+
+
+def _bounded_lines(path: Path | str, stream: IO[AnyStr], longest: int, named: str) -> Iterator[tuple[int, AnyStr]]:
+    """Lines with their numbers. Raises InputFileError for one that is too long, and for too many empty ones."""
+    number = blank = 0
+    while line := stream.readline(longest + 1):
+        number += 1
+        if len(line) > longest:
+            raise InputFileError(path, f"has a line of more than {named}; is it a log?", number)
+        blank += line.isspace()
+        if blank > BLANK_LINES:
+            raise InputFileError(path, f"has more than {BLANK_LINES:,} empty lines; remove them", number)
+        yield number, line
 
 
 # Reads CSV and Parquet: tables of bounded width and length, in which no two columns have one name.
@@ -197,7 +202,7 @@ def csv_rows(path: Path, text: IO[str]) -> Iterator[tuple[int, list[str]]]:
 
     The separator is that of ``,``, ``;``, ``|`` and tab which is most frequent in the header. Raises InputFileError.
     """
-    lines = _bounded(path, text)
+    lines = (line for _, line in _bounded_lines(path, text, CELL_CHARACTERS, f"{CELL_CHARACTERS:,} characters"))
     header, above = "", 0
     while not header.strip() or (header.startswith("#") and not any(map(header.count, _SEPARATORS))):
         header, above = next(lines, "\0"), above + 1
@@ -222,19 +227,6 @@ def csv_rows(path: Path, text: IO[str]) -> Iterator[tuple[int, list[str]]]:
     except csv.Error as error:
         why = "a quote is not closed" if "end of data" in str(error) else str(error)
         raise InputFileError(path, f"cannot be read as CSV after this line: {why}", line) from None
-
-
-def _bounded(path: Path, text: IO[str]) -> Iterator[str]:
-    """The lines of a text. Raises InputFileError for a line that is too long, and for too many empty lines."""
-    blank = 0
-    for number, line in enumerate(iter(partial(text.readline, CELL_CHARACTERS + 1), ""), start=1):
-        if len(line) > CELL_CHARACTERS:
-            raise InputFileError(path, f"has a line of more than {CELL_CHARACTERS:,} characters; is it a log?", number)
-        if line.isspace():
-            blank += 1
-            if blank > BLANK_LINES:
-                raise InputFileError(path, f"has more than {BLANK_LINES:,} empty lines; remove them", number)
-        yield line
 
 
 def _wrong_width(row: Sequence[str], names: Sequence[str], separator: str) -> str:
@@ -399,7 +391,7 @@ def read_json(path: Path, most: int = SETTINGS_BYTES) -> Any:
 
 def json_document(path: Path, content: bytes) -> Any:
     """The value of a JSON file's content. Raises InputFileError with the line."""
-    content = content.removeprefix(b"\xef\xbb\xbf")
+    content = content.removeprefix(_MARK)
     try:
         return json_value(content)
     except BadValueError as error:
@@ -495,6 +487,12 @@ def load_toml(path: Path, struct: type[T]) -> T:
         return msgspec.convert(data, struct)
     except msgspec.ValidationError as error:
         raise _explained(path, str(error), struct) from None
+
+
+def texts_beside(module: str) -> dict[str, dict[str, str]]:
+    """The texts of the TOML file beside a module (its ``__file__``), by table and name; ends of lines are spaces."""
+    tables = msgspec.convert(read_toml(Path(module).with_suffix(".toml")), dict[str, dict[str, str]])
+    return {table: {name: " ".join(text.split()) for name, text in texts.items()} for table, texts in tables.items()}
 
 
 def _explained(path: Path, message: str, struct: type[msgspec.Struct]) -> InputFileError:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.errors import UsageError
+from ebbench.grouping import by_key
 from ebbench.records import CHUNK_TOKENS
 from ebbench.records.warnings import RunWarning
 
@@ -290,10 +291,7 @@ def _edges(table: pa.Table, before: Ints, following: Ints, sessions: Ints, turns
 
 def _parallel_starts(sessions: Ints, first: npt.NDArray[np.bool_], others: Ints) -> dict[int, list[int]]:
     first_of = dict(zip(sessions[first].tolist(), np.flatnonzero(first).tolist(), strict=True))
-    rows_by_first: dict[int, list[int]] = {}
-    for row in others.tolist():
-        rows_by_first.setdefault(first_of[int(sessions[row])], []).append(row)
-    return rows_by_first
+    return by_key((first_of[int(sessions[row])], row) for row in others.tolist())
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ the sentence that is shown. Runs stored by earlier versions have the sentence it
 
 from __future__ import annotations
 
+import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -32,24 +33,27 @@ SERVER_BUSY, SERVER_SIMULATED, SERVER_LIMITS = "api-server", "api-server-simulat
 API_SERVER_LOAD = frozenset({SERVER_BUSY, SERVER_SIMULATED, SERVER_LIMITS})
 """Codes of warnings: an API server would be busy and is left out, or is simulated therefore; or it limits the run."""
 
-SEEN: Mapping[str, Mapping[str, tuple[float, float]]] = {
-    "older-vllm": {"TPOT": (-0.08, -0.02)},
-    "older-vllm-queue": {"throughput": (0.0, 0.8), "TTFT": (-0.75, -0.1), "TPOT": (-0.6, -0.1)},
-    "older-vllm-short-prompts": {"throughput": (0.0, 2.8), "TPOT": (-0.98, 2.8)},
-    "older-vllm-experts": {"TPOT": (-0.27, 0.1)},
-    "experts-few-sequences": {"TPOT": (-0.19, 0.0)},
-    "experts-in-blocks": {"TPOT": (0.0, 0.26)},
-    "experts-first-tokens": {"TTFT": (-0.6, 0.0)},
-    "first-tokens-without-graphs": {"TTFT": (-0.6, -0.06)},
-    "fused-all-reduce": {"TPOT": (0.0, 0.19)},
-    "front-end-decides": {"TTFT": (-0.62, 0.15)},
-    "near-capacity": {"TTFT": (-0.7, 31.0), "TPOT": (-0.35, 0.0)},
-}
-"""How far off figures were against measured servers, by code of the caveat that says so: shares, ours over theirs less
-one. ``ebbench fidelity`` compares them with every row of its sources."""
-
 Texts = Mapping[str, str | Callable[..., str]]
-"""Sentences by code: a format string, or a function, of the values."""
+"""Sentences by code: a format string (:class:`_Format`), or a function, of the values."""
+
+
+class _Format(string.Formatter):
+    """Python's format strings, with values in other units, and numbers of things: ``{x!%:.0f} %``, ``{n:# run}``."""
+
+    conversions: Mapping[str, Callable[[Any], Any]] = {
+        "%": lambda share: 100 * share, "m": lambda value: value * 1e3, "u": lambda value: value * 1e6,
+        "G": lambda value: value / 1e9, "l": ", ".join,
+    }  # fmt: skip
+
+    def convert_field(self, value: Any, conversion: str | None) -> Any:
+        """The value in per cent, thousandths, millionths or thousand millions; a list in words; or as Python does."""
+        own = self.conversions.get(conversion or "")
+        return super().convert_field(value, conversion) if own is None else own(value)
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        """The number with its noun, or as Python does."""
+        noun = format_spec.removeprefix("# ")
+        return super().format_field(value, format_spec) if noun == format_spec else counted(value, noun)
 
 
 class Fact(msgspec.Struct, frozen=True):
@@ -65,7 +69,7 @@ class Fact(msgspec.Struct, frozen=True):
         """The sentence of it; code and values where they do not fit, as in a damaged file."""
         try:
             text = texts[self.code]
-            return text.format(**self.values) if isinstance(text, str) else text(**self.values)
+            return _Format().format(text, **self.values) if isinstance(text, str) else text(**self.values)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             return f"{self.code} {self.values}"
 
@@ -360,11 +364,6 @@ def _mixing_unmeasured(device: str, taken: str, share: float | None = None, lean
     return f"{text}; mixed steps take {100 * share:.0f} % of this run's time{f'; {leaning}' if leaning else ''}"
 
 
-def _host_doubted(seqs: int, host_s: float, gpu_s: float, device: str, doubt: str) -> str:
-    host, gpu = f"the host's {host_s * 1e3:.1f} ms per step", f"the GPU's {gpu_s * 1e3:.1f}"
-    return f"with {seqs} short sequences {host} decide on {device}, not {gpu}: {doubt}"
-
-
 def _slower(times: Mapping[str, float]) -> str:
     return ", ".join(f"{what} {ratio:.2f} times" for what, ratio in times.items())
 
@@ -377,34 +376,6 @@ def _fp8_slower(device: str, times: Mapping[str, float], quantization: str | Non
     )
     slower = f"some steps take longer than in 16 bits, by the kernel tables of {device}: {_slower(times)}"
     return f"{weights} {slower}{'' if by_block else why}"
-
-
-def _collectives(gpus: int, device: str, link: str, taken: str) -> str:
-    return f"collectives among {gpus} {device} over {link} were not measured: {taken}"
-
-
-def _collectives_lent(gpus: int, device: str, link: str, taken_from: str) -> str:
-    # IOG, throughput in the median: +48 % (two GPUs), +16 % (four); of eight -20 %.
-    size = "of two and four RTX 4090, whose links they are lent to, servers had 32 and 14 % less throughput than so"
-    return _collectives(gpus, device, link, f"those of {taken_from} stand for them; {size}")
-
-
-def _collectives_formula(gpus: int, device: str, link: str, bytes_per_s: float, latency_s: float, bounds: str) -> str:
-    ring = f"their time is that of a ring at {bytes_per_s / 1e9:g} GB/s with {latency_s * 1e6:g} us of latency"
-    # Against the tables, 16 KB to 32 MB: four and eight L40S and RTX PRO 6000 -23 to -91 %; NVLink -58 to +127 %.
-    size = (
-        "too short by a quarter to nine tenths over PCIe between four or more GPUs, half to twice as long over NVLink"
-    )
-    return _collectives(gpus, device, link, f"{ring}{bounds}; where it can be compared such a time is {size}")
-
-
-def _attention_scaled(wanted: Sequence[int], device: str, nearest: Sequence[int]) -> str:
-    heads = "{} query and {} KV heads of {}"
-    return (
-        f"attention of {heads.format(*wanted)} was not measured on {device}: that of {heads.format(*nearest)}, scaled; "
-        "measured ones are off by 2 % in the median for decodes (one in ten by 16) and by 20 % for prompts (one in ten "
-        "by 60) when scaled so from each other, in neither direction"
-    )
 
 
 def _tokens_estimated(bytes_per_token: int, why: str = "") -> str:
@@ -507,11 +478,6 @@ def _drafts_modelled(tokens: int, model: str, layers: int, states: bool = False)
 
 _WORDED: Texts = {
     "many-failed": _many_failed,
-    "status-unknown": lambda statuses: f"unknown request status {', '.join(statuses)}",
-    SERVER_LIMITS: lambda busy, processes: (
-        f"vLLM's API server is busy for {100 * busy:.0f} % of the time: it limits this run, rather than the GPU."
-    ),
-    "beyond-server": lambda requests: f"{counted(requests, 'request')} beyond the server's max_model_len left out",
     "few-requests": _few_requests,
     "k-always-met": lambda open_requests, max_num_seqs, k: (
         f"At most {open_requests:,} requests are open, so {max_num_seqs - open_requests:,} of {max_num_seqs:,} slots "
@@ -524,45 +490,20 @@ _WORDED: Texts = {
     "policy-is-a-label": _label,
     "rebuilt": _rebuilt,
     "shared-times": _shared_times,
-    "short-steady-window": lambda share, **_: (
-        f"Only {100 * share:.0f} % of the run is steady; warm-up and drain weigh on the whole-run throughput."
-    ),
     "stated-limits": _stated_limits,
     WARM_CACHE: _warm_cache,
     "columns-added": _columns_added,
-    "columns-passed-over": (
-        lambda columns: f"columns {', '.join(columns)} have similar names and are not used; --columns chooses"
-    ),
     "hits-not-replayed": _hits_not_replayed,
     "rows-left-out": _rows_left_out,
     "turns-by-delay": _turns_by_delay,
-    "attention-scaled": _attention_scaled,
-    "collectives-formula": _collectives_formula,
-    "collectives-lent": _collectives_lent,
     "drafts-modelled": _drafts_modelled,
     "fewer-gpus-faster": lambda device, gpus, fewer, times: (
         f"some steps take longer on {gpus} {device} than on {fewer}, since their collectives cost more than they save: "
         f"{_slower(times)}; {fewer} hold the model, too, and as many GPUs in replicas can carry more"
     ),
     "fp8-slower": _fp8_slower,
-    # Runs of earlier versions, which left the front end out.
-    "front-end-unmodelled": lambda front_end_ms, share: (
-        f"times to first token are too short: on measured servers with this GPU requests took about {front_end_ms:g} "
-        f"ms (8 to 20) in front of the engine, which was not modelled: {100 * share:.0f} % of this run's mean"
-    ),
-    # inference-perf -4 to -27 %, GPUStack's Qwen3-8B with 1 to 8 open -58 to -62, gpt-oss on four B200 +15.
-    "front-end-decides": lambda front_end_ms, share: (
-        f"times to first token rest on the {front_end_ms:g} ms in front of the engine ({100 * share:.0f} % of their "
-        "mean), seen by clients that open a connection for every request: such runs were 26 % too short in the median "
-        "against measured servers (15 % too long to 62 too short); --front-end-ms takes your own"
-    ),
-    HOST_DOUBTED: _host_doubted,
     HOST_UNFITTED: _host_unfitted,
     MIXING_UNMEASURED: _mixing_unmeasured,
-    "other-shape": lambda given, model, params: (
-        f"{given} has the name of {model} and another shape ({params / 1e9:.2f}B parameters): what is published and "
-        "fitted for that model is not used"
-    ),
     "source-too-short": _source_too_short,
     "tokens-estimated": _tokens_estimated,
     "unused-numbers": _unused_numbers,
@@ -578,16 +519,27 @@ _WORDED_WAYS_OUT: Texts = {
 }
 
 
-class _Texts(msgspec.Struct, forbid_unknown_fields=True):
+class _File(msgspec.Struct, forbid_unknown_fields=True):
     sentences: dict[str, str]
     ways_out: dict[str, str]
+    seen: dict[str, dict[str, tuple[float, float]]]
+
+
+@cache
+def _file() -> _File:
+    return load_toml(Path(__file__).with_name("warnings.toml"), _File)
 
 
 @cache
 def _texts() -> tuple[Texts, Texts]:
     """What is wrong, and what to do about it, by code."""
-    stored = load_toml(Path(__file__).with_name("warnings.toml"), _Texts)
     sentences, ways_out = (
-        {code: " ".join(text.split()) for code, text in texts.items()} for texts in (stored.sentences, stored.ways_out)
+        {code: " ".join(text.split()) for code, text in texts.items()}
+        for texts in (_file().sentences, _file().ways_out)
     )
     return {**sentences, **_WORDED}, {**ways_out, **_WORDED_WAYS_OUT}
+
+
+def seen_errors() -> Mapping[str, Mapping[str, tuple[float, float]]]:
+    """How far off figures were against measured servers, by code of the caveat that says so, and by figure."""
+    return _file().seen

@@ -15,9 +15,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
-from ebbench.analysis.rebuild import so_far
+from ebbench.analysis.rebuild import so_far, unfinished_runs
 from ebbench.errors import DataError, EbbenchError, UsageError
-from ebbench.records.run import MANIFEST, PARTIAL, Run, find_runs, is_being_written
+from ebbench.records.run import Run, find_runs, is_being_written
 
 HOST = "127.0.0.1"
 REFRESH_S = 5.0
@@ -51,12 +51,7 @@ class Watched:
 
 def going_on(paths: Sequence[Path]) -> list[Path]:
     """Runs that a process measures now, among ``paths`` and in directories among them."""
-    inside = [child.parent for path in paths for child in (*path.glob(PARTIAL), *path.glob(f"*/{PARTIAL}"))]
-    return [
-        directory
-        for directory in dict.fromkeys(inside)
-        if not (directory / MANIFEST).exists() and is_being_written(directory)
-    ]
+    return list(filter(is_being_written, unfinished_runs(paths)))
 
 
 def watched(paths: Sequence[Path]) -> Watched:

@@ -20,7 +20,7 @@ from ebbench.papers.fidelity.cases_servers import FAILED_NOTE, server_cases, sil
 from ebbench.papers.fidelity.report import AUDIT_PAGE, BOARD, front, read_cells
 from ebbench.papers.fidelity.runs import replay_cells, run_cases
 from ebbench.papers.fidelity.scores import PublishedFigure
-from ebbench.records.warnings import SEEN, warning
+from ebbench.records.warnings import seen_errors, warning
 
 COMMITTED = Path(__file__).parents[2] / "reports" / "fidelity" / BOARD
 
@@ -197,12 +197,12 @@ TOLD: dict[str, dict[str, Any]] = {
 """Values of the caveats whose sentence needs them in a certain form."""
 
 
-@pytest.mark.parametrize("code", SEEN)
+@pytest.mark.parametrize("code", seen_errors())
 def test_a_caveat_says_the_range_in_which_runs_were_off(code: str) -> None:
     """In words and for the audit; the median of the committed figures with it lies within."""
     words = str(warning(code, **TOLD.get(code, {"device": "h200", "gpus": 4})))
     audit = [row for row in scoreboard.audited(read_cells(COMMITTED.parent)) if code in row.caveats]
-    for figure, (low, high) in SEEN[code].items():
+    for figure, (low, high) in seen_errors()[code].items():
         for bound in (low, high):
             assert not bound or re.search(rf"\b{abs(100 * bound):.0f}\b", words), f"{bound} is not in: {words}"
         errors = [row.cell.error for row in audit if row.figure == figure]

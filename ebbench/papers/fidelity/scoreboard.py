@@ -13,10 +13,11 @@ import msgspec
 import numpy as np
 
 from ebbench.devices.profiles import find_model, list_models
+from ebbench.grouping import by_key
 from ebbench.papers.fidelity.cases_servers import TTFT_NOTE
 from ebbench.papers.fidelity.scores import GAP, SCHEDULERS, THROUGHPUT, PublishedFigure, comparisons
 from ebbench.records import files
-from ebbench.records.warnings import SEEN
+from ebbench.records.warnings import seen_errors
 
 WORSE_POINTS = 0.01  # increase of a median error that counts as a loss of accuracy
 FIGURES = {
@@ -76,10 +77,11 @@ def _winners(cells: Iterable[PublishedFigure]) -> list[float]:
     A setting that ran out of memory is the slowest. Of several that are equally fast with us (a policy that decides as
     another does), the share that is right.
     """
-    cases: dict[tuple[str, ...], list[PublishedFigure]] = {}
-    for cell in cells:
-        if cell.metric in THROUGHPUT and cell.scheduler not in SCHEDULERS and (cell.scored or cell.failed):
-            cases.setdefault(cell.row, []).append(cell)
+    cases = by_key(
+        (cell.row, cell)
+        for cell in cells
+        if cell.metric in THROUGHPUT and cell.scheduler not in SCHEDULERS and (cell.scored or cell.failed)
+    )
     right = []
     for case in (case for case in cases.values() if len(case) > 1):
         # A run that ended without a rate counts as 0.
@@ -136,7 +138,8 @@ def audited(cells: Iterable[PublishedFigure]) -> list[Audited]:
 
 
 def _audit(cell: PublishedFigure, figure: str) -> Audited:
-    said = {code: SEEN[code][figure] for code in cell.caveats if figure in SEEN.get(code, {})}
+    ranges = {code: seen_errors().get(code, {}).get(figure) for code in cell.caveats}
+    said = {code: ends for code, ends in ranges.items() if ends is not None}
     mixture = cell.model in list_models() and find_model(cell.model).experts > 0
     promised, error = OF_MIXTURES.get(figure, PROMISED[figure]) if mixture else PROMISED[figure], cell.error
     low, high = min([0.0, *(low for low, _ in said.values())]), max([0.0, *(high for _, high in said.values())])
