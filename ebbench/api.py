@@ -41,6 +41,7 @@ from ebbench.errors import (
     RunError,
     UnknownNameError,
     UsageError,
+    check_known,
 )
 from ebbench.process.termination import Signals, stoppable_from
 from ebbench.records.run import Run, find_runs, unused
@@ -120,8 +121,7 @@ class Runs(Shown, Sequence[RunResult]):
             return self.results[index]
         if isinstance(index, slice):
             return Runs(self.results[index])
-        if index not in self.policies:
-            raise UnknownNameError("policy of these runs", index, self.policies)
+        check_known("policy of these runs", index, self.policies)
         return Runs(tuple(result for result in self.results if result.summary.policy == index))
 
     def __len__(self) -> int:
@@ -213,8 +213,7 @@ class CapacityResult(Shown):
 
     def __getitem__(self, policy: str) -> Mapping[str, Any]:
         by_policy = {row["policy"]: row for row in self.rows}
-        if policy not in by_policy:
-            raise UnknownNameError("policy of this search", policy, by_policy)
+        check_known("policy of this search", policy, by_policy)
         return by_policy[policy]
 
     def to_arrow(self) -> pa.Table:

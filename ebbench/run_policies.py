@@ -22,6 +22,7 @@ from ebbench.analysis.cases import (
 from ebbench.engines.base import refuse_undecided
 from ebbench.engines.setup import make_engine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
+from ebbench.grouping import alternating
 from ebbench.process.termination import held
 from ebbench.records.run import NotStoredError, default_run_dir, new_directory, slug, unused
 from ebbench.records.warnings import counted
@@ -274,7 +275,7 @@ def _repeat(
     for repeat in range(series.repeats):
         if repeat:
             plan = planned(series, series.spec.plan.seed + repeat, device, messages, quiet=output.quiet)
-        for spec in series.order(repeat):
+        for spec in alternating(series.policies, repeat):
             _run_one(series, output, series.prepared(spec, plan, device, engine), messages, done)
             if done.interrupted:
                 raise KeyboardInterrupt

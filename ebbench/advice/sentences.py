@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import to_builtins
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ebbench.advice.candidates import topology_asked
@@ -18,6 +18,8 @@ from ebbench.advice.choice import BASELINE, budget_share, level_budgets, tuned_b
 from ebbench.analysis.cases import TIE
 from ebbench.config.declare import option_name
 from ebbench.engines.base import rank_notes
+from ebbench.foreign.documents import texts_beside
+from ebbench.grouping import by_key
 from ebbench.records.warnings import Texts
 from ebbench.render.numbers import DASH, change, count, duration_ms, finite, listed, percent, rate, sentence
 from ebbench.render.tables import framed
@@ -87,15 +89,10 @@ def _doubt(one_seed: bool) -> str:
 
 
 REASONS: Texts = {
+    **texts_beside(__file__)["reasons"],
     "ahead_by_chance": lambda gain, one_seed: (
         f"it is ahead of every other candidate by {100 * gain:.1f} % or more {_doubt(one_seed)}"
     ),
-    "ahead_of_all": "it is ahead of every other candidate by more than chance and half a per cent",
-    "none_in_targets": (
-        "no request met the targets under any candidate, so they do not decide, and it is the simplest; loosen "
-        "--goodput or reduce the traffic"
-    ),
-    "only_candidate": "it is the only candidate",
     "only_one_in_targets": lambda one_seed: (
         f"it is the only candidate under which a request met the targets {_doubt(one_seed)}"
     ),
@@ -250,14 +247,10 @@ def _theory_concurrency(crossing: float | None, lhs: float) -> str:
 def candidates(advice: Advice) -> Table:
     """One row per policy, best first: the objective, its gain over v1 with the interval below, latencies."""
     limits = bool(advice.question.slo)
-    table = framed()
-    table.add_column("policy", min_width=8, overflow="fold")
-    if advice.question.budgets:
-        table.add_column("B", justify="right", no_wrap=True)
-    headers = ["tokens/s", *(["goodput\nreq/s", "SLO\nmet"] if limits else [])]
+    headers = [*(["B"] if advice.question.budgets else []), "tokens/s"]
+    headers += ["goodput\nreq/s", "SLO\nmet"] if limits else []
     headers += [f"{'goodput' if limits else 'tokens/s'} over v1\n(95 % interval)", "TTFT\nmedian", "TPOT\nmedian"]
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
+    table = framed(Column("policy", min_width=8, overflow="fold"), right=headers)
     for score in _scores_shown(advice):
         budget = [f"{score.max_num_batched_tokens}"] if advice.question.budgets else []
         cells = [*budget, rate(score.tokens_per_s)]
@@ -273,11 +266,8 @@ def _scores_shown(advice: Advice) -> list[PolicyScore]:
 
     Of v1, the reference and its best other budget; and the chosen candidate in any case.
     """
-    by_policy: dict[str, list[PolicyScore]] = {}
-    for score in advice.scores:
-        by_policy.setdefault(score.policy, []).append(score)
     shown = [advice.chosen]
-    for policy, scores in by_policy.items():
+    for policy, scores in by_key((score.policy, score) for score in advice.scores).items():
         reference = [score for score in scores if score.at_reference]
         others = [score for score in scores if not score.at_reference][:1]
         if policy == BASELINE:
@@ -329,10 +319,7 @@ def probes(advice: Advice) -> list[tuple[Table, str]]:
 
 
 def _probe_table(what: str, probe: GainCurve, x_format: str) -> Table:
-    table = framed()
-    table.add_column(what)
-    for x in probe.x:
-        table.add_column(x_format.format(x), justify="right", no_wrap=True)
+    table = framed(Column(what), right=map(x_format.format, probe.x))
     table.add_row("EB over v1", *(f"{100 * gain:+.0f} %" for gain in probe.gain))
     return table
 

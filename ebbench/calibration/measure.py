@@ -324,13 +324,6 @@ def r_squared(y: Any, fitted: Any) -> float:
 # --- steps that torch alone has timed ------------------------------------------------------------------------------
 
 
-class _Sizes(msgspec.Struct):
-    tokens: tuple[int, ...]
-    seqs: tuple[int, ...]
-    contexts: tuple[int, ...]
-    repeats: int
-
-
 class _Machine(msgspec.Struct):
     gpu: str
     memory_bytes: int
@@ -347,7 +340,7 @@ class TorchSteps(msgspec.Struct):
 
     attention: str
     decoder: dict[str, int]
-    grid: _Sizes
+    grid: ProbeGrid
     manifest: _Machine
     steps: list[_Timed]
 
@@ -358,15 +351,11 @@ def read_steps(path: Path) -> TorchSteps:
         torch_steps = msgspec.convert(read_object(path, MOST_STEPS_BYTES), TorchSteps)
     except msgspec.ValidationError as error:
         raise InputFileError(path, f"is no file of `borrowed.py steps`: {error}") from None
-    points = replace(_grid_of(torch_steps), repeats=1).points
+    points = replace(torch_steps.grid, repeats=1).points
     timed = sum(bool(step.times_s) for step in torch_steps.steps)
     if timed < points:
         raise InputFileError(path, f"has {timed} of {points} steps; the same command on its machine goes on with them")
     return torch_steps
-
-
-def _grid_of(steps: TorchSteps) -> ProbeGrid:
-    return ProbeGrid(steps.grid.tokens, steps.grid.seqs, steps.grid.contexts, steps.grid.repeats)
 
 
 def costs_of_steps(steps: TorchSteps, model: ModelGeometry) -> MeasuredCosts:
@@ -377,8 +366,7 @@ def costs_of_steps(steps: TorchSteps, model: ModelGeometry) -> MeasuredCosts:
         raise UsageError(f"the steps are of a decoder with {sizes}, unlike {model.name}: give its --model")
     seconds = {timed.step: float(np.median(timed.times_s)) for timed in steps.steps}
     source = f"borrowed.py steps, {model.name} on {steps.manifest.gpu}, torch {steps.manifest.torch}, {steps.attention}"
-    grid = _grid_of(steps)
-    return fit(cost_grid(grid, seconds), source, grid.points)
+    return fit(cost_grid(steps.grid, seconds), source, steps.grid.points)
 
 
 MOST_STEPS_BYTES = 16 << 20

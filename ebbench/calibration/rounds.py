@@ -14,7 +14,6 @@ import os
 import random
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +27,7 @@ from ebbench.calibration.measure import Key, ProbeGrid
 from ebbench.engines.vllm_command import hub_name
 from ebbench.engines.vllm_server import error_reason
 from ebbench.errors import RunError, UsageError
+from ebbench.grouping import by_key
 from ebbench.spec.server import EngineOptions
 
 # Step times of a vLLM engine in this process: every step is called and timed directly, without a server.
@@ -245,12 +245,9 @@ def _drafts(vllm: SteppedVllm, grid: ProbeGrid) -> tuple[int | None, ...]:
 def summarise(steps: list[tuple[Key, int, float]], requests: list[float]) -> Probed:
     """From single steps (point, round, seconds) to a time per point, a time per request, and the drift between
     rounds."""
-    by_key, by_round = defaultdict[Key, list[float]](list), defaultdict[int, list[float]](list)
-    for key, _, seconds in steps:
-        by_key[key].append(seconds)
-    typical = {key: without_stalls(times) for key, times in by_key.items()}
-    for key, number, seconds in steps:
-        by_round[number].append(seconds / typical[key])
+    times_by_point = by_key((key, seconds) for key, _, seconds in steps)
+    typical = {key: without_stalls(times) for key, times in times_by_point.items()}
+    by_round = by_key((number, seconds / typical[key]) for key, number, seconds in steps)
     speeds = [float(np.median(ratios)) for ratios in by_round.values()]
     return Probed(typical, max(_middle(requests), 0.0), max(speeds) / min(speeds))
 

@@ -64,15 +64,11 @@ def _limit(levels: list[LoadLevel]) -> dict[str, float] | None:
 
 
 def _print(levels: list[LoadLevel]) -> None:
-    from rich.table import Table
-
     from ebbench.render.documents import Console
+    from ebbench.render.tables import plain_table
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     headings = ("streams", "tokens/s", "CPU/token", "send lag", "loop lag", "TTFT error p50", "p99", "server late")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("verdict")
+    table = plain_table(*headings, "verdict", whole=len(headings), right=headings)
     for r in levels:
         table.add_row(
             f"{r.streams:,}",

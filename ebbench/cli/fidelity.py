@@ -78,21 +78,19 @@ def fidelity(
 
 
 def _groups_chosen(only: list[str] | None) -> tuple[str, ...]:
-    from ebbench.errors import UnknownNameError
+    from ebbench.errors import check_known
 
     for name in only or ():
-        if name not in GROUPS:
-            raise UnknownNameError("group", name, GROUPS)
+        check_known("group", name, GROUPS)
     return tuple(only) if only else GROUPS
 
 
 def _fit(device: str, seed: int) -> None:
-    from ebbench.errors import UnknownNameError
+    from ebbench.errors import check_known
     from ebbench.papers.fidelity.case import DEVICES
     from ebbench.papers.fidelity.runs import fit_host
 
-    if device not in DEVICES.values():
-        raise UnknownNameError("device with published rows to fit on", device, DEVICES.values())
+    check_known("device with published rows to fit on", device, DEVICES.values())
     host = fit_host(device, tell, seed)
     typer.echo("[host.default]")
     typer.echo(

@@ -84,11 +84,10 @@ def hazard(
 
 
 def _table(experiment: str) -> PaperTable:
-    from ebbench.errors import UnknownNameError
+    from ebbench.errors import check_known
     from ebbench.papers.registry import find_table
 
-    if experiment not in EXPERIMENTS:
-        raise UnknownNameError("experiment", experiment, EXPERIMENTS)
+    check_known("experiment", experiment, EXPERIMENTS)
     return find_table(EXPERIMENTS[experiment])
 
 

@@ -55,15 +55,12 @@ def show_policy(
         }
         typer.echo(json.dumps(described))
         return
-    from rich.table import Table
-
     from ebbench.render.documents import Console
+    from ebbench.render.tables import plain_table
 
     console = Console(highlight=False)
     console.say(f"{spec.name}: {spec.description}")
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for column in ("setting", "value", "unit", "range", "what it does"):
-        table.add_column(column, no_wrap=column in ("setting", "value", "unit"))
+    table = plain_table("setting", "value", "unit", "range", "what it does", whole=3)
     for key in shown:
         value, about = getattr(spec, key), known[key]
         table.add_row(key, "not set" if value is None else text_of(value), about.unit, about.values, about.help)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ebbench.errors import UnknownNameError, UsageError
+from ebbench.errors import UsageError, check_known
 from ebbench.runs.stored import RunRoots
 
 FORMATS = ("table", "csv", "json", "parquet")
@@ -26,8 +26,7 @@ def query(
     """
     from ebbench.report import database
 
-    if form not in FORMATS:
-        raise UnknownNameError("format", form, FORMATS)
+    check_known("format", form, FORMATS)
     if form == "parquet" and output is None:
         raise UsageError("--format parquet needs --output FILE")
     stored = database.load(runs or [Path("runs")])

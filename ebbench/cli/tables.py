@@ -46,13 +46,12 @@ def tables(
 
     Results come from stored runs; --run executes the missing ones and stores them.
     """
-    from ebbench.errors import UnknownNameError
+    from ebbench.errors import check_known
     from ebbench.papers.registry import OF_RUNS, document_of_runs, find_table, listed_tables
     from ebbench.papers.table import make_runs
     from ebbench.runs.store import RunStore
 
-    if style not in FORMATS:
-        raise UnknownNameError("format", style, FORMATS)
+    check_known("format", style, FORMATS)
     if name == "list":
         refuse_unused(context, ("run", *_CHOICES), (), "without a table's name `ebbench tables`")
         for known, title in listed_tables().items():

@@ -10,7 +10,6 @@ import typer
 from ebbench.config.options import Format, check_format, grouped, under
 from ebbench.errors import DataError, UsageError
 from ebbench.foreign.documents import visible
-from ebbench.process.command_line import Command
 from ebbench.runs.stored import DEFAULT_ROOTS, Wanted, listed, meant
 
 judging, output = under("Judging"), under("Output")
@@ -69,6 +68,3 @@ def trend(
         typer.echo(visible(f"left out: {path}: {why}"), err=True)
     if alert:
         raise typer.Exit(EXIT_CODES[worst_alert(series)])
-
-
-trend.command_class = Command  # type: ignore[attr-defined]

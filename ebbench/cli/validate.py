@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 from ebbench.config.declare import OUTPUT
 from ebbench.config.options import grouped, under
-from ebbench.process.command_line import Command
 from ebbench.spec.commands import EFFORT, RunSettings, ValidationCommand, VllmOptions
 from ebbench.spec.run import OF_LABELS
 
@@ -65,6 +64,3 @@ def validate(
     max_time_s = how.get("max_time", ValidationCommand.max_time)
     word = run_validation(validation_question(asked), folder, max_time_s, as_json=as_json, quiet=quiet)
     sys.exit(5 if word == "undecided" else 0)
-
-
-validate.command_class = Command  # type: ignore[attr-defined]

@@ -27,6 +27,7 @@ from ebbench.analysis.verdict import (
 from ebbench.errors import DataError, RunError, UsageError
 from ebbench.gate.baselines import stored_units
 from ebbench.gate.verdicts import VERDICTS, VerdictFiles
+from ebbench.grouping import alternating
 from ebbench.process.child import run_supervised
 from ebbench.records import files
 from ebbench.records.files import sole_use
@@ -212,9 +213,7 @@ def _decided(sides: GateSides, pairs: int, most: int, messages: Console) -> bool
 
 def abba(pairs: int) -> Iterator[tuple[int, int]]:
     """(pair, side) in order of measurement: side 0 first in even pairs, side 1 in odd ones."""
-    for pair in range(pairs):
-        for side in (0, 1) if pair % 2 == 0 else (1, 0):
-            yield pair, side
+    return ((pair, side) for pair in range(pairs) for side in alternating((0, 1), pair))
 
 
 def _check_stored(side: Side, pairs: int, first_seed: int) -> None:

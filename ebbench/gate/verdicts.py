@@ -24,7 +24,7 @@ from ebbench.analysis.units import label_of, name_of
 from ebbench.analysis.validity import told_once
 from ebbench.analysis.verdict import Judged, Outcome, Verdict
 from ebbench.errors import EbbenchError
-from ebbench.foreign.documents import markdown
+from ebbench.foreign.documents import markdown, texts_beside
 from ebbench.gate import self_test as gate_trials
 from ebbench.gate.self_test import SelfTest, TrialTally
 from ebbench.records import files
@@ -164,14 +164,13 @@ def _changes(by: Mapping[str, float], percent: str = "{:.0f} %") -> str:
     return ", ".join(f"{label_of(figure)} by {percent.format(100 * share)}" for figure, share in by.items())
 
 
+_TEXTS = texts_beside(__file__)
 VERDICTS: Texts = {
     # Reasons.
-    "none_worse": "no gated figure is worse by more than {at_most:.1%} (95 % confidence)",
+    **_TEXTS["reasons"],
     "not_in_every_run": lambda figures: (
         f"{', '.join(label_of(figure) for figure in figures)} cannot be judged, since some runs have no value or zero"
     ),
-    "nothing_gated": "no gated figure is defined in every run",
-    "too_few_pairs": lambda pairs, needed: f"{counted(pairs, 'pair')} where the test needs {needed}; measure more",
     "undecided": _undecided,
     "worse": lambda losses: "; ".join(f"{label_of(figure)} is {loss:.1%} worse" for figure, loss in losses.items()),
     # What explains the spread of pairs.
@@ -184,22 +183,12 @@ VERDICTS: Texts = {
         "pair (temperature, clocks, memory of the server); leave more time between runs, or restart it"
     ),
     # Notes.
+    **_TEXTS["notes"],
     "cache_warm_for_second": (
         "every run of the {side} sent prompts that {server} had met in the other side's run, and whose prefix cache "
         f"nothing emptied and no figure shows: it may look faster for that; {_EMPTY_CACHE}"
     ),
-    "drafts_apart": (
-        "the candidate's decode steps yield {tokens_per_step:+.1%} tokens by what was accepted of drafts: as much of a "
-        "difference in tokens/s and TPOT is not the scheduler's"
-    ),
-    "not_interleaved": (
-        "the two sides were not measured interleaved, so a drift of the machine counts as a difference; use --pairs "
-        "with --baseline-command and --candidate-command"
-    ),
     "policies_differ": lambda policies: f"the sides differ in policy: {' against '.join(policies)}",
-    "repeated_until_clear": (
-        "these runs were repeated until it was clear (--repeats auto), so the test holds at every look"
-    ),
     "sides_differ": lambda differences: (
         f"the sides differ, as allowed, in {listed([Difference(**each) for each in differences])}"
     ),

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ebbench.devices.describe import DeviceFacts, MarginalCurve
 from ebbench.errors import UsageError
+from ebbench.render.tables import plain_table
 
 BAR_CELLS = 44
 PLOT_SUFFIXES = (".svg", ".png", ".html", ".json")
@@ -26,7 +26,9 @@ def listing(devices: Sequence[dict[str, Any]], models: Sequence[dict[str, Any]])
                   "weights GB": "{weights_gb:.1f}", "KV kB/token": "{kv_kb_per_token:.0f}"}),
     )  # fmt: skip
     for rows, columns in tables:
-        table = _table(*columns)
+        # Names are wrapped, not cut: a user must be able to copy them.
+        figures = [name for name in [*columns][2:] if name != "mixed attention"]
+        table = plain_table(*columns, right=figures, overflow="fold")
         for row in rows:
             table.add_row(*(text.format(**row) for text in columns.values()))
         yield table
@@ -63,7 +65,8 @@ def page(facts: DeviceFacts) -> Iterator[RenderableType]:
         f"{_kv_per_sequence(facts)}: room for {device.kv_capacity_tokens:,} tokens{of_which}"
     )
     yield ""
-    table = _table("step", "tokens", "of them decodes", "ms", "µs/token", "against its parts run separately", right=1)
+    figures = ("tokens", "of them decodes", "ms", "µs/token", "against its parts run separately")
+    table = plain_table("step", *figures, right=figures, overflow="fold")
     drafts = f" and {facts.drafts} drafted" if facts.drafts else ""
     table.title = f"Step times; each decode holds {facts.context_tokens} tokens of KV{drafts}"
     table.title_justify = "left"
@@ -126,12 +129,3 @@ def draw(facts: DeviceFacts, path: Path) -> None:
     chart = alt.Chart(alt.InlineData(values=rows), title=title).mark_line()
     chart = chart.encode(x="decode share r:Q", y="µs per token:Q", color="step:N").properties(width=420, height=260)
     save_chart(chart, path)
-
-
-def _table(*columns: str, right: int = 2) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for index, column in enumerate(columns):
-        numeric = index >= right and column not in ("mixed attention", "GPU")
-        # Names are wrapped, not cut: a user must be able to copy them.
-        table.add_column(column, justify="right" if numeric else "left", no_wrap=index == 0, overflow="fold")
-    return table

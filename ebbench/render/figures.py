@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.phases import Surface, latencies_ms, run_surfaces
-from ebbench.errors import DataError, UnknownNameError, UsageError
+from ebbench.errors import DataError, UsageError, check_known
 from ebbench.installation import need
 from ebbench.records import files
 from ebbench.records.run import Run
@@ -111,16 +111,14 @@ def formats_of(text: str) -> list[str]:
     if not chosen:
         raise UsageError(f"--format is empty; write any of {','.join(FORMATS)}")
     for wanted in chosen:
-        if wanted not in FORMATS:
-            raise UnknownNameError("figure format", wanted, FORMATS)
+        check_known("figure format", wanted, FORMATS)
     return chosen
 
 
 def save(chart: Any, stem: Path, formats: Sequence[str] = FORMATS, *, legend: str = "bottom") -> list[Path]:
     """Write the chart as ``stem.pdf`` and so on. Raises UnknownNameError, and RunError if it cannot be written."""
     for wanted in formats:
-        if wanted not in FORMATS:
-            raise UnknownNameError("figure format", wanted, FORMATS)
+        check_known("figure format", wanted, FORMATS)
     final = styled(chart, legend)
     paths = []
     for wanted in formats:

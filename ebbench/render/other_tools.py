@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-
-from msgspec import convert
 
 from ebbench.analysis.documents import Column, Document, Section
 from ebbench.analysis.other_tools import LATENCIES, RATES, STATISTICS, TOOLS, RunAs
-from ebbench.foreign.documents import read_toml
+from ebbench.foreign.documents import texts_beside
+from ebbench.grouping import by_key
 
 _UNLIKE = 0.005
 """Share by which a figure must differ before the reason is told."""
@@ -25,12 +23,9 @@ def document(runs: Sequence[RunAs]) -> Document:
     ]
     if any(TOOLS[tool].steps for tool in tools):
         notes.append("Medians and p99 of guidellm are values that occurred, not interpolated ones.")
-    definitions = convert(read_toml(Path(__file__).with_name("other_tools.toml")), dict[str, dict[str, str]])
-    for figure, reasons in definitions.items():
-        by_reason: dict[str, list[str]] = {}
-        for tool in tools:
-            if tool in reasons and any(_differs(figure, run, tool) for run in runs):
-                by_reason.setdefault(reasons[tool], []).append(tool)
+    for figure, reasons in texts_beside(__file__).items():
+        unlike = (tool for tool in tools if tool in reasons and any(_differs(figure, run, tool) for run in runs))
+        by_reason = by_key((reasons[tool], tool) for tool in unlike)
         explained = "; ".join(
             f"{'all others' if len(names) == len(tools) > 1 else ', '.join(names)}: {reason}"
             for reason, names in by_reason.items()

@@ -15,6 +15,7 @@ from ebbench.analysis.documents import Document
 from ebbench.analysis.environment import UNKNOWN_DEVICE, policy_settings
 from ebbench.analysis.summary import ACCEPTED_ALIKE, Drafted, Summary, sets_drafts
 from ebbench.analysis.validity import merge_failures
+from ebbench.grouping import by_key
 from ebbench.render import sentences, tables
 from ebbench.render.documents import Console, section_tables
 from ebbench.render.numbers import count, percent
@@ -66,10 +67,7 @@ def _load(summaries: Sequence[Summary]) -> str:
 
 def _prefix_cache(summaries: Sequence[Summary]) -> str:
     """The share of the prompt tokens that the prefix cache held, per policy if it differs."""
-    rates: dict[str, list[float]] = {}
-    for summary in summaries:
-        if summary.metrics.prefix_hit_rate is not None:
-            rates.setdefault(summary.policy, []).append(summary.metrics.prefix_hit_rate)
+    rates = by_key((s.policy, share) for s in summaries if (share := s.metrics.prefix_hit_rate) is not None)
     if not rates:
         known = any(summary.metrics.completed for summary in summaries)
         kept = ", and nothing emptied it before the run" if any(s.machine.cache_kept for s in summaries) else ""
@@ -83,13 +81,8 @@ def _prefix_cache(summaries: Sequence[Summary]) -> str:
 
 def _drafted(summaries: Sequence[Summary]) -> str:
     """How many drafted tokens were accepted, per policy if it differs."""
-    by_policy: dict[str, list[Drafted]] = {}
-    for summary in summaries:
-        if summary.drafted is not None:
-            by_policy.setdefault(summary.policy, []).append(summary.drafted)
-    shown: dict[str, list[str]] = {}
-    for policy, runs in by_policy.items():
-        shown.setdefault(_accepted(Drafted.over(runs)), []).append(policy)
+    by_policy = by_key((summary.policy, summary.drafted) for summary in summaries if summary.drafted is not None)
+    shown = by_key((_accepted(Drafted.over(runs)), policy) for policy, runs in by_policy.items())
     if len(shown) < 2:
         return "".join(f"Drafts: {text}." for text in shown)
     apart = "; ".join(f"{text} with {', '.join(policies)}" for text, policies in shown.items())
@@ -148,9 +141,7 @@ def _settings(summaries: Sequence[Summary]) -> str:
                 number = f"{value:g}" if isinstance(value, float) else value
                 shown = ("off", "on")[value] if isinstance(value, bool) else number
                 owners.setdefault(f"{name} {shown}", []).append(policy)
-    shared: dict[tuple[str, ...], list[str]] = {}
-    for text, policies in owners.items():
-        shared.setdefault(tuple(policies), []).append(text)
+    shared = by_key((tuple(policies), text) for text, policies in owners.items())
     parts = [f"{', '.join(policies)}: {', '.join(texts)}" for policies, texts in shared.items()]
     return f"Settings of {'; '.join(parts)}." if parts else ""
 
@@ -235,9 +226,7 @@ def _bullet(line: str) -> Padding:
 
 def failure_lines(summaries: Sequence[Summary]) -> list[str]:
     """One line per error class and cause, over all runs of a policy; the policy is named if there are several."""
-    by_policy: dict[str, list[Summary]] = {}
-    for summary in summaries:
-        by_policy.setdefault(summary.policy, []).append(summary)
+    by_policy = by_key((summary.policy, summary) for summary in summaries)
     return [
         f"{policy}: {failure}" if len(by_policy) > 1 else str(failure)
         for policy, runs in by_policy.items()

@@ -42,62 +42,29 @@ from ebbench.analysis.cases import (
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepKind
 from ebbench.analysis.summary import Summary, named
 from ebbench.analysis.validity import by_policy, told_once
+from ebbench.foreign.documents import texts_beside
+from ebbench.grouping import by_key
 from ebbench.records.warnings import KV_CACHE, Texts, counted, listed_seeds
 from ebbench.render.numbers import change, count, duration_ms, listed, micros, percent, rate, spark
 from vllm_eb.policy import known_policy
 
+_TEXTS = texts_beside(__file__)
 PAIRING: Texts = {
-    "copies": lambda pairs: (
-        f"{counted(pairs, 'pair')} left out as copies: in virtual time, plans of the same lengths and arrivals give "
-        "the same figures whatever their seed; take another trace or other requests to measure more"
-    ),
+    **_TEXTS["pairing"],
     "runs_alone": lambda runs, side, seeds: (
         f"{counted(runs, 'run')} of the {side} left out: the other side has no run of {listed_seeds(seeds)}"
     ),
-    "runs_in_excess": lambda runs, side: (
-        f"{counted(runs, 'run')} of the {side} left out: the other side has fewer runs of the same plan"
-    ),
-    "runs_invalid": lambda runs, side: (
-        f"{counted(runs, 'INVALID run')} of the {side} left out: the same plan was measured again"
-    ),
 }
 """Runs and pairs that are not compared."""
-SKIPPED: Mapping[str, str] = {
-    "limits_differ": "the runs were given different limits",
-    "no_limits": "no limits given (--goodput)",
-    "too_few_samples": "too few samples in some run",
-    "zero": "zero in some run",
-}
-"""Why a figure is not compared."""
+SKIPPED, REASONS, SAID = _TEXTS["skipped"], _TEXTS["reasons"], _TEXTS["said"]
+"""Why a figure is not compared; evaluations of EB+ by their codes; whole sentences."""
 MOST_PAIRS = 100
 """Larger numbers of pairs are not suggested."""
-NO_PROMPT_HELD = (
-    "Interval: no prompt was held back, so this is v1. While requests wait for a slot or for memory, prompts may come "
-    "in every step; that is vLLM's rule."
-)
-"""Why a run under ``cadence`` has no decisions."""
-REASONS: Mapping[str, str] = {
-    "mixing_costs_more": "mixing costs more than exclusive phases",
-    "exclusive_gains_too_little": "exclusive phases do not gain the margin",
-    "within_margin": "within the margin",
-    "mode_confirmed": "mode confirmed",
-    "cooldown": "cooldown after a switch",
-    "too_few_active": "too few active sequences",
-}
-"""Codes of evaluations of EB+ in words. Of runs stored by earlier versions the words themselves are stored."""
-NO_CHANCE = (
-    "Repeats with other seeds give the same figures here: lengths and arrivals are fixed (a replayed trace, fixed "
-    "lengths) and time is virtual, so no randomness is left. Measure another trace or other requests instead."
-)
-"""Shown instead of advice to repeat if every seed gives the same run."""
 
 
 def keep_in_mind(cases: Sequence[ComparisonCase]) -> list[str]:
     """What is missing, doubts, and caveats; a doubt that holds in some cases only begins with their titles."""
-    members: dict[str, list[str]] = {}
-    for case in cases:
-        for line in doubts(case.groups):
-            members.setdefault(line, []).append(case.title)
+    members = by_key((line, case.title) for case in cases for line in doubts(case.groups))
     told = [line if len(titles) == len(cases) else f"{'; '.join(titles)}: {line}" for line, titles in members.items()]
     groups = [group for case in cases for group in case.groups]
     return [*missing(groups), *told, *caveats(groups)]
@@ -120,7 +87,7 @@ def _repeat(groups: Sequence[Group]) -> list[str]:
     if not all(summary.valid and summary.metrics.completed for summary in summaries):
         return []
     if any(group.copies for group in groups) or all(of_run.load.replayed and of_run.virtual for of_run in summaries):
-        return [NO_CHANCE]
+        return [SAID["no_chance"]]
     baseline, figure = baseline_group(groups), deciding_figure(groups)
     others = [group for group in groups if group is not baseline]
     same = [group for group in others if identical(group, baseline)]
@@ -178,10 +145,6 @@ def _ends_decide(group: Group, baseline: Group) -> str | None:
 
 NEGLIGIBLE = 0.001
 """Kinds of steps with a smaller share of the time are not mentioned."""
-SEVERAL_MEASUREMENTS = (
-    "Several measurements of the same plan and policy: shown apart, not averaged. `ebbench compare` of their "
-    "directories says whether they differ."
-)
 
 
 def _opponents(order: Sequence[Group]) -> tuple[Group, Group]:
@@ -197,7 +160,7 @@ def verdicts(cases: Sequence[ComparisonCase]) -> list[tuple[str, list[str], bool
     """
     if len(cases) > 1 and all(len(case.groups) == 1 for case in cases):
         if cases[0].apart == (MEASUREMENT,):
-            return [("", [SEVERAL_MEASUREMENTS], False)]
+            return [("", [SAID["several_measurements"]], False)]
         named = ", ".join(cases[0].apart)
         return [("", [f"No winner: these runs differ in {named}, so their figures do not compare."], False)]
     return [(case.title, *verdict(case.groups)) for case in cases]
@@ -316,10 +279,8 @@ def _worst_classes(groups: Sequence[Group]) -> list[str]:
     """The class of which the fewest requests met their limits, per policy; empty without classes or limits."""
     worst_by_policy = []
     for group in groups:
-        shares: dict[str, list[float]] = {}
-        for name, metrics in (item for summary in group.summaries for item in summary.classes.items()):
-            if metrics.slo_attainment is not None:
-                shares.setdefault(name, []).append(metrics.slo_attainment)
+        of_classes = (item for summary in group.summaries for item in summary.classes.items())
+        shares = by_key((name, share) for name, of in of_classes if (share := of.slo_attainment) is not None)
         known = {name: fmean(values) for name, values in shares.items()}
         if len(set(known.values())) > 1:
             worst = min(known, key=lambda name: known[name])
@@ -393,7 +354,7 @@ def why(explanation: Explanation) -> list[str]:
     if explanation.decisions is not None:
         lines += _decisions(explanation.decisions, explanation.policy)
     elif explanation.steps is not None and getattr(known_policy(explanation.policy), "kind", "") == "cadence":
-        lines.append(NO_PROMPT_HELD)
+        lines.append(SAID["no_prompt_held"])
     return lines
 
 

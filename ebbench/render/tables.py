@@ -5,14 +5,14 @@ Pure functions from data to :class:`ebbench.analysis.documents.Document`; no inp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from statistics import fmean, stdev
 
-from rich import box
-from rich.table import Table
+from rich import box, table
+from rich.console import OverflowMethod
 
 from ebbench.analysis.cases import (
     ComparisonCase,
@@ -344,14 +344,18 @@ def legend(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) ->
     return f"{'; '.join([*parts, '–: undefined or too few samples'])}."
 
 
-def framed() -> Table:
-    """An empty table in the common style."""
-    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+def framed(*columns: table.Column, right: Iterable[str] = ()) -> table.Table:
+    """An empty table in the common style; ``right``: headings of figures, after the other columns."""
+    figures = (table.Column(header, justify="right", no_wrap=True) for header in right)
+    return table.Table(*columns, *figures, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
 
 
-def plain_table(*columns: str) -> Table:
-    """An empty table without lines, whose first column is never wrapped."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, no_wrap=index == 0)
-    return table
+def plain_table(
+    *columns: str, whole: int = 1, right: Collection[str] = (), overflow: OverflowMethod = "ellipsis"
+) -> table.Table:
+    """An empty table without lines. The first ``whole`` columns are never wrapped; ``right``: headings of figures."""
+    headings = (
+        table.Column(name, justify="right" if name in right else "left", no_wrap=place < whole, overflow=overflow)
+        for place, name in enumerate(columns)
+    )
+    return table.Table(*headings, box=None, padding=(0, 2, 0, 0), pad_edge=False)

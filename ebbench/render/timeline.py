@@ -19,13 +19,13 @@ from ebbench.errors import DataError
 from ebbench.records.run import Run
 from ebbench.render import palette
 from ebbench.render.figures import altair, colour, lines, values
+from ebbench.render.live import MODES
 
 BINS, _RATES = 240, 60
 WIDTH = 640
 _STEP_COLUMNS = (
     "start_ns", "end_ns", "phase", "mode", "kv_blocks_used", "kv_blocks_total", "waiting", "running", "k", "n_limit",
 )  # fmt: skip
-_MODES = {"eb": "exclusive", "mb": "mixed"}
 Row = dict[str, Any]
 
 
@@ -131,7 +131,7 @@ def _mode_spans(start: npt.NDArray[np.float64], end: npt.NDArray[np.float64], mo
     edges = np.concatenate([[0], np.flatnonzero(mode[1:] != mode[:-1]) + 1])
     ends = [*edges[1:], len(mode)]
     return [
-        {"t": float(start[a]), "t2": float(end[b - 1]), "series": _MODES.get(str(mode[a]), str(mode[a]))}
+        {"t": float(start[a]), "t2": float(end[b - 1]), "series": MODES.get(str(mode[a]), str(mode[a]))}
         for a, b in zip(edges, ends, strict=True)
     ]
 

@@ -22,10 +22,11 @@ from ebbench.analysis.paired import (
     compare_cases,
     pairs_needed_by,
 )
-from ebbench.analysis.units import DRAFTS, GateUnit, gate_units, is_higher_better, label_of
+from ebbench.analysis.units import DRAFTS, gate_units, is_higher_better, label_of
 from ebbench.analysis.validity import by_settings, told_once
 from ebbench.analysis.verdict import COPIES, gated_by_default, repeated_until_clear, units_of
 from ebbench.errors import DataError, EbbenchError
+from ebbench.grouping import by_key
 from ebbench.records.run import Run
 from ebbench.records.warnings import counted, fact
 from ebbench.render import numbers
@@ -247,17 +248,15 @@ def legend(comparison: PairedComparison) -> str:
         for contrasts in comparison.others
         for figure, why in contrasts.skipped.items()
     ]
-    alone: dict[str, list[str]] = {}  # runs that are in no pair, with the policies that this concerns
-    for policy in comparison.others:
-        for note in policy.left_out:
-            alone.setdefault(note.worded(PAIRING), []).append(policy.label)
+    # Runs that are in no pair, with the policies that this concerns.
+    alone = by_key((note.worded(PAIRING), policy.label) for policy in comparison.others for note in policy.left_out)
     unpaired = [f"{note} ({', '.join(labels)})" for note, labels in alone.items()]
     text += "".join(f"; {line}" for line in (*skipped, *unpaired, *_gate_notes(comparison)))
     needed = pairs_needed_by(comparison)
     if copies := max(sum(pair.copies for pair in policy.pairs) for policy in comparison.others):
         text += f"; {fact(COPIES, pairs=copies).worded(PAIRING)}"
         if pairs < needed:
-            return f"{text}. {counted} {'does' if pairs == 1 else 'do'} not rule out chance."
+            return f"{text}. {made} {'does' if pairs == 1 else 'do'} not rule out chance."
     if pairs < 2:
         return f"{text}. One pair does not rule out chance: use --repeats {needed} or more."
     sequential = any(repeated_until_clear(policy.pairs) for policy in comparison.others)
@@ -329,11 +328,8 @@ def paired_tables(runs: Sequence[Run]) -> tuple[list[page_data.Table], list[str]
     """The paired comparison for a page, where there is one; why not, where runs of several policies do not compare."""
     if len({run.manifest.policy for run in runs}) < 2:
         return [], []
-    groups: dict[str, list[GateUnit]] = {}
     try:
-        for unit in gate_units(runs):
-            groups.setdefault(unit.policy, []).append(unit)
-        compared = compare_cases(groups)
+        compared = compare_cases(by_key((unit.policy, unit) for unit in gate_units(runs)))
     except DataError as error:
         return [], [f"These runs are not comparable: {error}"]
     except EbbenchError as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
+from msgspec.structs import asdict
 from rich.markup import escape
 
 from ebbench.analysis.environment import flat_load, load_of_run, machine_of_run
@@ -138,8 +139,7 @@ def _row(run: Run) -> dict[str, Any]:
     row: dict[str, Any] = {
         "run": str(run.path), "created": m.created, "workload": m.workload, "scenario": m.scenario, "source": m.source,
         "seed": m.seed, "policy": m.policy, "engine": m.engine, "clock": m.clock, "device": m.device, "model": m.model,
-        "name": m.labels.name, "tags": list(m.labels.tags), "note": m.labels.note, "commit": m.labels.commit,
-        "label": m.labels.label, "plan_hash": m.plan_hash, "git_commit": m.git_commit, "valid": m.valid,
+        **asdict(m.labels), "plan_hash": m.plan_hash, "git_commit": m.git_commit, "valid": m.valid,
         "interrupted": m.interrupted,
     }  # fmt: skip
     asked = flat_load(load_of_run(m), machine_of_run(m), m.policy)

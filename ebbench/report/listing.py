@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from msgspec.structs import asdict
 
 from ebbench.analysis.documents import Column, Document, Section, Value
 from ebbench.analysis.environment import run_host
@@ -154,10 +155,8 @@ def print_described(runs: Sequence[StoredRun]) -> None:
         if place:
             console.say("")
         console.say(f"{run.path}" + (f" ({run.state})" if run.state else ""))
-        labels = run.labels
         described = {
-            "name": labels.name, "tags": ", ".join(labels.tags), "note": labels.note, "commit": labels.commit,
-            "label": labels.label, "begun": f"{run.begun} UTC",
+            **asdict(run.labels), "tags": ", ".join(run.labels.tags), "begun": f"{run.begun} UTC",
             "what": f"{run.workload}, scenario {run.scenario}, policy {run.policy}"
                     + ("" if run.seed is None else f", seed {run.seed}"),
             "where": f"{run.model} on {run.device}, engine {run.engine}",
@@ -188,9 +187,7 @@ def as_json(listing: Listing) -> dict[str, Any]:
             "path": str(run.path), "kind": run.kind, "begun": run.begun, "begun_unix_ns": run.anchor_unix_ns,
             "workload": run.workload, "scenario": run.scenario, "policy": run.policy, "engine": run.engine,
             "device": run.device, "model": run.model, "seed": run.seed, "valid": run.valid,
-            "interrupted": run.interrupted, "name": run.labels.name, "tags": list(run.labels.tags),
-            "note": run.labels.note, "commit": run.labels.commit, "label": run.labels.label, "probes": run.probes,
-            "bytes": run.size,
+            "interrupted": run.interrupted, **asdict(run.labels), "probes": run.probes, "bytes": run.size,
         }
         for run in listing.runs
     ]  # fmt: skip

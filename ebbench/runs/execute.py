@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from ebbench.analysis.environment import API_SERVER
 from ebbench.analysis.metrics import Slo, parse_class_slo, refuse_unknown_classes
-from ebbench.analysis.summary import Drafted, Summary, metrics_dict, summarise_phases
+from ebbench.analysis.summary import Drafted, Summary, metrics_dict, several_phases
 from ebbench.analysis.validity import of_device
 from ebbench.devices.base import Device
 from ebbench.engines.base import Engine, EngineResult, stated_limits, uses_priorities
@@ -332,13 +332,16 @@ def make(task: Task, engine: Engine | None = None) -> Made:
 
 def _figures(ready: Prepared, done: Executed) -> Made:
     run, engine = done.run, ready.engine
-    phases = summarise_phases(run) if len(done.plan.table["phase"].unique()) > 1 else ()
     figures = done.summary.to_dict() | {"plan_hash": run.manifest.plan_hash, "git_commit": run.manifest.git_commit}
     pools = simulated_pools(engine)
     if "topology" in done.result.facts and pools is not None:
         figures |= pool_figures(done.result, pools, ready.spec.server.max_num_batched_tokens)
-    parts = [{"phase": part.phase, **metrics_dict(part.metrics)} for part in phases] if len(phases) > 1 else []
-    return Made(figures, tuple(parts), of_device(run.manifest.engine, run.manifest.warnings))
+    return Made(figures, phase_figures(run), of_device(run.manifest.engine, run.manifest.warnings))
+
+
+def phase_figures(run: Run) -> tuple[Mapping[str, Any], ...]:
+    """The figures of each phase under the keys of a summary, if there are several."""
+    return tuple({"phase": part.phase, **metrics_dict(part.metrics)} for part in several_phases(run))
 
 
 def _writer(directory: Path | None) -> RunWriter:

@@ -41,7 +41,7 @@ ENGINE_MODULES: Mapping[str, tuple[str, ...]] = {
     "sim": ("ebbench.engines.sim",),
     # vLLM loads the scheduler by name, so no import statement of ebbench leads to it.
     "emulated": ("ebbench.engines.emulated", "ebbench.engines.emulated_core", "vllm_eb.scheduler"),
-    "vllm": ("ebbench.engines.vllm", "ebbench.engines.vllm", "vllm_eb.scheduler"),
+    "vllm": ("ebbench.engines.vllm", "vllm_eb.scheduler"),
     "endpoint": ("ebbench.engines.endpoint",),
 }
 """Entry modules per engine."""
@@ -312,6 +312,9 @@ def _file(value: str | None) -> Path | None:
     return path if path.is_file() or (path.is_dir() and is_recorded(value)) else None
 
 
+_users_files = FileCache()
+
+
 def _digest(path: Path) -> str:
     """The digest of a file's content, or of the files of a log that is a folder."""
     if path.is_dir():
@@ -319,18 +322,10 @@ def _digest(path: Path) -> str:
 
         return _digest_of_files(log_files(path))
     try:
-        stat = path.stat()
-        settled = time.time_ns() - stat.st_mtime_ns > SETTLED_NS
-        read = _digest_at if settled else _digest_at.__wrapped__
-        return read(path, stat.st_mtime_ns, stat.st_size)
+        return _users_files.facts(str(path), path.stat()).digest
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
 def _digest_of_files(paths: Iterable[Path]) -> str:
     return hashlib.sha256(json.dumps([(path.name, _digest(path)) for path in paths]).encode()).hexdigest()
-
-
-@lru_cache(maxsize=256)
-def _digest_at(path: Path, _mtime_ns: int, _size: int) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -236,10 +236,6 @@ class Series:
             return self
         label = policy_label(engine, self.policies[0], stated=self.policies_stated)
         return replace(self, policies=(label.policy,), spec=replace(self.spec, policy=label.policy.name))
-
-    def order(self, repeat: int) -> Iterator[PolicySpec]:
-        """The policies of a repeat in alternating order (ABBA), so that machine drift affects all equally."""
-        return iter(self.policies) if repeat % 2 == 0 else reversed(self.policies)
 
     def plan(self, seed: int, device: Device) -> Plan:
         """The plan of one seed. Raises UsageError for a request that does not fit."""

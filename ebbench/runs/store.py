@@ -23,14 +23,14 @@ from typing import Any
 import msgspec
 
 from ebbench.analysis.environment import unusual_options
-from ebbench.analysis.summary import metrics_dict, summarise, summarise_phases
+from ebbench.analysis.summary import summarise
 from ebbench.analysis.validity import of_device
 from ebbench.errors import DataError, EbbenchError, InterruptedRunError, RunError
 from ebbench.records import files
 from ebbench.records.manifest import plan_hash
 from ebbench.records.run import LONGEST_NAME, MANIFEST, PARTIAL, Run, find_runs, unused
 from ebbench.records.warnings import RunWarning, stored_warning
-from ebbench.runs.execute import Made, Task, make
+from ebbench.runs.execute import Made, Task, make, phase_figures
 from ebbench.runs.key import directory_name, result_key, with_absolute_paths
 from ebbench.runs.pool import InProcess, Outcome, Pool, make_pool
 from ebbench.runs.prepare import device_of, plan_of
@@ -176,10 +176,8 @@ class RunStore:
         if path is None:
             return None
         run = Run.load(path)
-        phases = summarise_phases(run)
-        parts = [{"phase": part.phase, **metrics_dict(part.metrics)} for part in phases] if len(phases) > 1 else []
         caveats = of_device(run.manifest.engine, run.manifest.warnings)
-        return Measured(summarise(run).to_dict(), tuple(parts), path, caveats=caveats)
+        return Measured(summarise(run).to_dict(), phase_figures(run), path, caveats=caveats)
 
 
 def _settle(working: Path, final: Path, *, replace_it: bool) -> None:

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import typer
 
 from ebbench.config.declare import declare
-from ebbench.errors import DataError, UnknownNameError, UsageError
+from ebbench.errors import DataError, UnknownNameError, UsageError, check_known
 from ebbench.foreign.documents import visible
 from ebbench.records import files
 from ebbench.records.manifest import RunLabels, encode_manifest
@@ -87,8 +87,7 @@ class Listing:
 
     def sorted(self, order: str, last: int | None, *, reverse: bool) -> Listing:
         """The newest so many runs in an order of :data:`SORTS`. Raises UnknownNameError for another."""
-        if order not in SORTS:
-            raise UnknownNameError("order", order, SORTS)
+        check_known("order", order, SORTS)
         return replace(self, runs=tuple(sorted(self.runs[:last], key=SORTS[order], reverse=reverse)))
 
 

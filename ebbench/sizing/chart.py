@@ -9,8 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ebbench.grouping import by_key
 from ebbench.render import figures, numbers, palette
-from ebbench.sizing.choose import DeploymentPlan
+from ebbench.sizing.choose import DeploymentPlan, dominated
 
 PANELS = (
     ("attainment", "requests within the limits (%)"),
@@ -77,11 +78,11 @@ def _points(rows: Sequence[Mapping[str, Any]], key: str, over_load: bool) -> lis
     """One point per policy and load: the mean over probes at that load whose queue stayed bounded."""
     points = []
     for row in rows:
-        by_load: dict[float, list[tuple[float, float]]] = {}
-        for probe in row["curve"]:
-            if probe["decides"] and not probe["runaway"] and probe[key] is not None:
-                x = probe["load"] if over_load else probe["output_tokens_per_s"]
-                by_load.setdefault(probe["load"], []).append((x, _plotted_value(probe, key)))
+        by_load = by_key(
+            (probe["load"], _point(probe, key, over_load))
+            for probe in row["curve"]
+            if probe["decides"] and not probe["runaway"] and probe[key] is not None
+        )
         for pairs in by_load.values():
             x, y = (sum(values) / len(values) for values in zip(*pairs, strict=True))
             points.append({"series": row["policy"], "x": x, "y": y})
@@ -93,13 +94,14 @@ def _knees(rows: Sequence[Mapping[str, Any]], key: str, over_load: bool) -> list
     for row in rows:
         near = [probe for probe in row["curve"] if probe["run_dir"] == row["nearest_run_dir"]]
         if stored_capacity(row) is not None and near and near[0][key] is not None:
-            x = near[0]["load"] if over_load else near[0]["output_tokens_per_s"]
-            knees.append({"series": row["policy"], "x": x, "y": _plotted_value(near[0], key)})
+            x, y = _point(near[0], key, over_load)
+            knees.append({"series": row["policy"], "x": x, "y": y})
     return knees
 
 
-def _plotted_value(probe: Mapping[str, Any], key: str) -> float:
-    return float(probe[key]) * (100 if key == "attainment" else 1)
+def _point(probe: Mapping[str, Any], key: str, over_load: bool) -> tuple[float, float]:
+    y = float(probe[key]) * (100 if key == "attainment" else 1)
+    return probe["load" if over_load else "output_tokens_per_s"], y
 
 
 def frontiers(plan: DeploymentPlan) -> Any:
@@ -137,7 +139,8 @@ _Axis = tuple[str, str, int]
 
 def _frontier(alt: Any, rows: Sequence[Mapping[str, Any]], x: _Axis, y: _Axis, colour: Any) -> Any:
     """Deployments over two figures, with the line of those that none beats in both."""
-    shown = [{**row, "frontier": not _is_dominated(row, rows, x, y)} for row in rows]
+    costs = [(x[2] * row[x[0]], y[2] * row[y[0]]) for row in rows]
+    shown = [{**row, "frontier": not dominated(own, costs)} for row, own in zip(rows, costs, strict=True)]
     base = alt.Chart(figures.values(shown)).encode(
         x=alt.X(f"{x[0]}:Q", title=x[1], scale=alt.Scale(zero=False)),
         y=alt.Y(f"{y[0]}:Q", title=y[1], scale=alt.Scale(zero=False)),
@@ -146,9 +149,3 @@ def _frontier(alt: Any, rows: Sequence[Mapping[str, Any]], x: _Axis, y: _Axis, c
     points = base.mark_point(size=70).encode(color=colour, fill=colour, fillOpacity=opacity)
     line = base.transform_filter("datum.frontier").mark_line(strokeDash=[4, 3], color=palette.GREY)
     return alt.layer(line, points).properties(width=260, height=220)
-
-
-def _is_dominated(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], x: _Axis, y: _Axis) -> bool:
-    own = (x[2] * row[x[0]], y[2] * row[y[0]])
-    others = [(x[2] * other_row[x[0]], y[2] * other_row[y[0]]) for other_row in rows]
-    return any(a <= own[0] and b <= own[1] and (a, b) != own for a, b in others)

@@ -169,12 +169,12 @@ def on_frontiers(costed: Sequence[Costed]) -> list[Costed]:
     costs = [(one.cost, one.ttft_ms, one.tpot_ms) for one in costed]
     slowness = [(-one.tokens_per_s_per_user, -one.tokens_per_s_per_gpu) for one in costed]
     return [
-        replace(entry, frontier=not _dominated(cost, costs), efficient=not _dominated(slow, slowness))
+        replace(entry, frontier=not dominated(cost, costs), efficient=not dominated(slow, slowness))
         for entry, cost, slow in zip(costed, costs, slowness, strict=True)
     ]
 
 
-def _dominated(own: tuple[float, ...], others: Iterable[tuple[float, ...]]) -> bool:
+def dominated(own: tuple[float, ...], others: Iterable[tuple[float, ...]]) -> bool:
     """Whether another deployment is as good in everything and better in something; less is better."""
     return any(figures != own and all(a <= b for a, b in zip(figures, own, strict=True)) for figures in others)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ebbench.analysis.columns import RequestColumns
 from ebbench.errors import RunError
+from ebbench.grouping import by_key
 from ebbench.records.run import Run
 from ebbench.records.warnings import Fact, RunWarning, fact
 from ebbench.sizing.estimate import (
@@ -418,9 +419,8 @@ def _first_load(config: SearchConfig, alone: ProbeReading) -> float:
         return float(_FIRST_OPEN)
     columns = RequestColumns.of(Run.load(alone.run_dir).requests)
     ok = columns.ok
-    spans: dict[int, list[int]] = {}
-    for session, start, end in zip(columns.session[ok], columns.intended[ok], columns.last_token[ok], strict=True):
-        spans.setdefault(int(session), []).extend((int(start), int(end)))
+    requests = zip(columns.session[ok], columns.intended[ok], columns.last_token[ok], strict=True)
+    spans = by_key((int(session), int(time_ns)) for session, *times in requests for time_ns in times)
     lasting_s = sum(max(times) - min(times) for times in spans.values()) / 1e9 / max(1, len(spans))
     return _FIRST_OPEN / max(lasting_s, 1e-6)
 

@@ -330,14 +330,17 @@ def bracket(search: SearchSettings, probes: Sequence[Probe]) -> tuple[float | No
     """The highest load that met the requirements below the lowest that did not, and that lowest.
 
     Noise can put a failing probe below a passing one; each load is then judged by the majority of the probes up to it,
-    by isotonic regression of pass (1) and fail (0) over the load (pool adjacent violators).
+    by isotonic regression of pass (1) and fail (0) over the load.
     """
+    from scipy.optimize import isotonic_regression  # takes half a second
+
     loads = sorted({probe.load for probe in probes})
     passed = [[float(p.meets(search.requirements)) for p in probes if p.load == load] for load in loads]
-    fitted = _falling([float(np.mean(group)) for group in passed], [len(group) for group in passed])
-    passing = [load for load, share in zip(loads, fitted, strict=True) if share >= 0.5]
-    failing = [load for load, share in zip(loads, fitted, strict=True) if share < 0.5]
-    return (max(passing) if passing else None), (min(failing) if failing else None)
+    means, counts = [np.mean(group) for group in passed], [len(group) for group in passed]
+    shares = isotonic_regression(means, weights=counts, increasing=False).x
+    passing = [load for load, share in zip(loads, shares, strict=True) if share >= 0.5]
+    failing = [load for load, share in zip(loads, shares, strict=True) if share < 0.5]
+    return max(passing, default=None), min(failing, default=None)
 
 
 def waits_only(search: SearchSettings, probes: Sequence[Probe]) -> bool:
@@ -375,20 +378,6 @@ def _deviations(probes: Sequence[Probe], index: int, share: float) -> float:
     met = sum(probe.counts[index].met for probe in probes)
     dispersion = max(1.0, dispersion_within(probes, index))
     return (met - share * counted) / math.sqrt(max(counted, 1) * share * (1 - share) * dispersion)
-
-
-def _falling(values: list[float], weights: list[int]) -> list[float]:
-    """Weighted least-squares fit that never increases (pool adjacent violators)."""
-    blocks: list[list[float]] = []  # mean, weight, length
-    for value, weight in zip(values, weights, strict=True):
-        blocks.append([value, float(weight), 1.0])
-        while len(blocks) > 1 and blocks[-2][0] < blocks[-1][0]:
-            mean, heavy, length = blocks.pop()
-            before = blocks[-1]
-            before[0] = (before[0] * before[1] + mean * heavy) / (before[1] + heavy)
-            before[1] += heavy
-            before[2] += length
-    return [mean for mean, _, length in blocks for _ in range(int(length))]
 
 
 def _blame(search: SearchSettings, probes: Sequence[Probe]) -> str:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import to_builtins
-from rich.table import Table
+from rich.table import Column, Table
 
 from ebbench.analysis.validity import by_settings, told_once
 from ebbench.config.declare import DEFAULT_MODEL, DEFAULT_VLLM, option_name
 from ebbench.devices.profiles import find_model
-from ebbench.records.warnings import RunWarning, Texts
+from ebbench.grouping import by_key
+from ebbench.records.warnings import RunWarning, Texts, counted
 from ebbench.render import numbers
 from ebbench.render.tables import framed
 from ebbench.sizing.choose import Costed, DeploymentChoice, DeploymentPlan
@@ -66,18 +67,16 @@ def parts(plan: DeploymentPlan) -> list[Table | str]:
             "The workload has too few sessions to fill a batch, so no saturated rate bounds the number of replicas: "
             "near saturation a queue may grow too slowly for runs of this length to show it."
         )
-    reasons: dict[str, list[Candidate]] = {}
-    for candidate, reason in choice.refused:
-        reasons.setdefault(reason.worded(REFUSALS), []).append(candidate)
+    reasons = by_key((reason.worded(REFUSALS), candidate) for candidate, reason in choice.refused)
     lines += [
-        f"{_count(candidates)} left out: {reason} ({_names(candidates, choice)})."
+        f"{counted(len(candidates), 'candidate')} left out: {reason} ({_names(candidates, choice)})."
         for reason, candidates in sorted(reasons.items(), key=lambda item: -len(item[1]))
     ]
     if choice.pruned:
         lines.append(
-            f"{_count(choice.pruned)} left out: at their saturated rate, which no load within limits exceeds "
-            f"({100 * (NOISE - 1):.0f} % added for noise), or as sized, they cost more than {WITHIN:g} times the "
-            f"cheapest ({_names(choice.pruned, choice)})."
+            f"{counted(len(choice.pruned), 'candidate')} left out: at their saturated rate, which no load within "
+            f"limits exceeds ({100 * (NOISE - 1):.0f} % added for noise), or as sized, they cost more than {WITHIN:g} "
+            f"times the cheapest ({_names(choice.pruned, choice)})."
         )
     return [*lines, *map(numbers.sentence, plan.notes)]
 
@@ -91,17 +90,13 @@ def _version(spec: RunSpec) -> str:
     return spec.server.vllm_version or DEFAULT_VLLM
 
 
-def _count(candidates: Sequence[Candidate]) -> str:
-    return f"{len(candidates)} candidate{'s' if len(candidates) > 1 else ''}"
-
-
 def _names(candidates: Sequence[Candidate], choice: DeploymentChoice) -> str:
     """``l40s tp1, h100 tp1 tp2 (v1)``: the policies where not all candidates of a device and shape are named."""
     all_policies = _policies(_all_candidates(choice))
-    by_device: dict[tuple[str, str], list[str]] = {}
-    for (device, shape), policies in _policies(candidates).items():
-        named = "" if policies == all_policies.get((device, shape)) else f" ({', '.join(policies)})"
-        by_device.setdefault((device, named), []).append(shape)
+    by_device = by_key(
+        ((device, "" if policies == all_policies.get((device, shape)) else f" ({', '.join(policies)})"), shape)
+        for (device, shape), policies in _policies(candidates).items()
+    )
     return ", ".join(f"{device} {' '.join(shapes)}{named}" for (device, named), shapes in by_device.items())
 
 
@@ -109,12 +104,8 @@ def _policies(candidates: Iterable[Candidate]) -> dict[tuple[str, str], list[str
     """The policies, with B and N where they differ, of each device and shape."""
     candidates = list(candidates)
     varied = _varied(candidates)
-    policies: dict[tuple[str, str], list[str]] = {}
-    for candidate in sorted(
-        candidates, key=lambda candidate: (candidate.device, candidate.gpus, candidate.policy, varied(candidate))
-    ):
-        policies.setdefault((candidate.device, _short(candidate)), []).append(candidate.policy + varied(candidate))
-    return policies
+    candidates.sort(key=lambda candidate: (candidate.device, candidate.gpus, candidate.policy, varied(candidate)))
+    return by_key(((c.device, _short(c)), c.policy + varied(c)) for c in candidates)
 
 
 def _all_candidates(choice: DeploymentChoice) -> list[Candidate]:
@@ -135,14 +126,11 @@ def _in_front(server: EngineOptions) -> str:
 def _table(plan: DeploymentPlan) -> Table:
     choice, demand, prices = plan.deployments, plan.demand, plan.prices
     varied = _varied_of(choice)
-    table = framed()
-    table.add_column("  device", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("policy", overflow="fold", min_width=8)
-    latencies = ("TTFT\nmedian", "TPOT\nmedian")
     more, lost = f"at\nx{1 + _headroom(demand):g}", f"{'one' if demand.spare < 2 else demand.spare}\nlost"
-    for header in ("cost\nper h" if prices else "GPUs", *latencies, "met\nrate", more, lost):
-        table.add_column(header, justify="right", no_wrap=True)
+    table = framed(
+        Column("  device", no_wrap=True), Column("", no_wrap=True), Column("policy", overflow="fold", min_width=8),
+        right=("cost\nper h" if prices else "GPUs", "TTFT\nmedian", "TPOT\nmedian", "met\nrate", more, lost),
+    )  # fmt: skip
     for costed in choice.carrying:
         candidate = costed.deployment.candidate
         table.add_row(
@@ -190,11 +178,9 @@ def _efficiency(plan: DeploymentPlan) -> Table:
     """Speed per user against throughput per GPU, and what tokens and requests cost."""
     choice, prices = plan.deployments, plan.prices
     varied = _varied_of(choice)
-    table = framed()
-    table.add_column("  deployment", overflow="fold", min_width=20)
     costs = ("cost per 1M\noutput tok", "cost per\n1,000 req") if prices else ()
-    for header in ("GPUs", "tok/s\nper user", "tok/s\nper GPU", *costs):
-        table.add_column(header, justify="right", no_wrap=True)
+    figures = ("GPUs", "tok/s\nper user", "tok/s\nper GPU", *costs)
+    table = framed(Column("  deployment", overflow="fold", min_width=20), right=figures)
     for costed in choice.carrying:
         candidate = costed.deployment.candidate
         table.add_row(

@@ -20,6 +20,7 @@ from ebbench.analysis.environment import API_SERVER
 from ebbench.analysis.sensitivity import Sensitivity, least_difference, sensitivity
 from ebbench.analysis.validity import by_settings, told_once
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.grouping import by_key
 from ebbench.render import numbers
 from ebbench.render.report import notes
 from ebbench.runs.file import plain
@@ -68,15 +69,12 @@ def findings(entries: Sequence[Finished], axes: Sequence[str], metric: str = MET
     ``gain``: best throughput over the best of :func:`baseline_policy` in the same setting, minus one.
     """
     others = tuple(name for name in axes if name not in _CONFIGURATION)
-    settings: dict[tuple[Any, ...], dict[str, list[Finished]]] = {}
-    for entry in entries:
-        own = settings_of(entry.cell)
-        setting = tuple(plain(own[name]) for name in others)
-        settings.setdefault(setting, {}).setdefault(entry.cell.policy, []).append(entry)
+    own = ((entry, settings_of(entry.cell)) for entry in entries)
+    by_setting = by_key((tuple((name, plain(settings[name])) for name in others), entry) for entry, settings in own)
     all_findings = [
         finding
-        for setting, policies in settings.items()
-        for finding in _of_setting(tuple(zip(others, setting, strict=True)), policies, metric)
+        for setting, members in by_setting.items()
+        for finding in _of_setting(setting, by_key((entry.cell.policy, entry) for entry in members), metric)
     ]
     baseline = baseline_policy(all_findings)
     bests = {found.setting: found.sensitivity.best for found in all_findings if found.policy == baseline}

@@ -14,16 +14,18 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from ebbench.devices.gridcost import GridCost
 from ebbench.engines.setup import make_engine
 from ebbench.engines.vllm import VllmEngine, server_environment
 from ebbench.errors import DataError, EbbenchError, RunError, UsageError
+from ebbench.grouping import alternating
 from ebbench.process.child import child_environ, run_supervised
 from ebbench.records import files
 from ebbench.records.warnings import shown_text
@@ -99,14 +101,10 @@ def stored_step_times(folder: Path) -> StepTimes:
     try:
         profile = folder / "profile" / "profile.toml"
         grid = stored["calibration"]["grid"]
-        files_and_grid: dict[str, Any] = {
-            "profile": profile,
-            "costs": profile.with_name("calibration.json"),
-            "grid_s": (*grid["prefill"], *chain.from_iterable(grid["decode"])),
-        }
-        names = (own.name for own in fields(StepTimes) if own.name not in files_and_grid)
-        return StepTimes(**files_and_grid, **{name: stored[name] for name in names})
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        times_s = (*grid["prefill"], *chain.from_iterable(grid["decode"]))
+        files_and_grid = {"profile": profile, "costs": profile.with_name("calibration.json"), "grid_s": times_s}
+        return msgspec.convert(stored | files_and_grid, StepTimes)
+    except (OSError, ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
         raise DataError(f"{path}: damaged ({error}); delete {folder} to measure again") from None
 
 
@@ -193,8 +191,8 @@ def _step_times(question: ValidationQuestion, folder: Path, number: int, say: Sa
 
 
 def _settings(question: ValidationQuestion, number: int) -> list[PlannedRun]:
-    loads = range(len(question.loads))
-    return [PlannedRun(policy, load_index, number) for policy in question.order(number) for load_index in loads]
+    loads, policies = range(len(question.loads)), alternating(question.policies, number)
+    return [PlannedRun(policy, load_index, number) for policy in policies for load_index in loads]
 
 
 def _check_device(cell: RunSpec) -> None:
@@ -245,7 +243,7 @@ class _Rounds:
                         return self._stopped
                     self._now(f"step times of round {number + 1}")
                     self.predict(_step_times(self.question, self.folder, number, self.say))
-                for policy in self.question.order(number):
+                for policy in alternating(self.question.policies, number):
                     if not self._measure_policy(policy, number):
                         return self._stopped
         return ""

@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 
 from ebbench.analysis.statistics import t_quantile
+from ebbench.grouping import by_key
 
 THROUGHPUT, TTFT, TPOT = "output_throughput", "median_ttft_ms", "median_tpot_ms"
 METRICS: Mapping[str, str] = {THROUGHPUT: "throughput", TTFT: "TTFT", TPOT: "TPOT"}
@@ -185,10 +186,7 @@ def error_freedom(groups: Sequence[Mapping[int, float]]) -> float:
     common.
     """
     apart = freedom(groups)
-    offsets: dict[int, list[float]] = {}
-    for values in groups:
-        for number, value in values.items():
-            offsets.setdefault(number, []).append(value - mean(values.values()))
+    offsets = by_key((number, value - mean(values.values())) for values in groups for number, value in values.items())
     rounds, settings = len(offsets), len(groups)
     within = sum(offset**2 for of_round in offsets.values() for offset in of_round) / max(apart, 1)
     if rounds < FEWEST_ROUNDS or settings < 2 or not within:

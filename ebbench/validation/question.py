@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -97,10 +97,6 @@ class ValidationQuestion:
     def repeats(self) -> int:
         """Measured steps per point of the grid in one round; all rounds together have at least the grid's."""
         return max(FEWEST_REPEATS, -(-self.grid.repeats // self.rounds))
-
-    def order(self, round_: int) -> Iterator[str]:
-        """Policies of a round, in alternating order (ABBA): drift of the machine then affects all of them equally."""
-        return iter(self.policies) if round_ % 2 == 0 else reversed(self.policies)
 
 
 @dataclass(frozen=True)

@@ -336,6 +336,7 @@ def test_compare_of_a_replayed_trace_counts_its_copies_once(tmp_path: Path) -> N
     text = " ".join(found.stdout.split())
     assert "1 pair of runs on the same plan" in text
     assert "2 pairs left out as copies" in text
+    assert ". 1 pair does not rule out chance." in text
     (other,) = json.loads(invoke("compare", tmp_path / "out", "--json").stdout)["policies"]
     assert other["copies"] == 2
     assert all(figure["p"] is None for figure in other["figures"])
