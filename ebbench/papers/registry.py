@@ -20,32 +20,13 @@ from ebbench.papers.eb.thresholds import CORRECTION, E3, E5, FIGURE3, FIGURE12, 
 from ebbench.papers.eb.workloads import FIGURE4, FIGURE5, FIGURE6, TABLE2, TABLE4, TABLE14, TABLE15, TABLE16, TABLE17
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.staggered import ABLATION, POOLS, SBS_FIGURE6, SBS_FIGURE7, SBS_TABLE1, WAITING
-from ebbench.papers.table import (
-    PAPERS,
-    Agreement,
-    PaperFigure,
-    PaperTable,
-    PaperTexts,
-    Sections,
-    no_runs,
-    one_line,
-    paper_texts,
-)
-from ebbench.runs.store import RunStore
+from ebbench.papers.table import PAPERS, PaperFigure, PaperTable, PaperTexts, no_runs, one_line, paper_texts
 from ebbench.runs.stored import runs_meant
 
 # Every numbered table and figure of the papers, and what they claim in numbers: where it is in ebbench.
 #
 # What we saw is written by hand, from the committed reports; the tests check that no number is left out and that every
 # command exists.
-
-AGREEMENTS: Mapping[Agreement, str] = {
-    "same": "within about 10 %, or equal",
-    "same direction": "the same winner or trend, by another amount",
-    "in part": "some of its statements hold here, others do not",
-    "differs": "another result; why is said",
-    "no numbers in print": "a picture, or not legible in our copy: nothing to compare numbers with",
-}
 
 
 def _items(texts: PaperTexts) -> Section:
@@ -59,18 +40,9 @@ def _items(texts: PaperTexts) -> Section:
     return Section(texts.paper, columns, rows)
 
 
-def _agreements(_options: PaperOptions, _store: RunStore, _sections: Sections) -> Iterator[str]:
-    yield from (f"{word}: {meaning}." for word, meaning in AGREEMENTS.items())
-    yield (
-        "What we saw is written by hand from the committed reports (reports/tables, cluster, figures, fidelity); "
-        "nothing is run for this page. Checked: the day on which ours was last made or compared."
-    )
-
-
 INDEX = PaperTable(
-    "papers", (), lambda _options, _store: [_items(paper_texts(paper)) for paper in PAPERS], findings=_agreements,
-    runs=no_runs,
-)  # fmt: skip
+    "papers", (), lambda _options, _store: [_items(paper_texts(paper)) for paper in PAPERS], runs=no_runs
+)
 
 FIGURES: tuple[PaperFigure, ...] = (
     FIGURE1, FIGURE2, FIGURE3, FIGURE4, FIGURE5, FIGURE6, FIGURE7, FIGURE8, FIGURE9, FIGURE10, FIGURE11, FIGURE12,

@@ -300,11 +300,6 @@ def mean_figure(store: RunStore, cells: Sequence[RunSpec], key: str, scale: floa
     return None if mean is None else mean * scale
 
 
-def change(value: Value, base: Value) -> float | None:
-    """Relative change of a figure from another; None where one of them is none."""
-    return relative(value, base) if isinstance(value, float) and isinstance(base, float) else None
-
-
 def ours(*names: str, group: str = "") -> tuple[Column, ...]:
     """Columns of ours, all in one group."""
     return tuple(Column(name, group=group, ours=True) for name in names)
@@ -325,24 +320,28 @@ def changes(group: str) -> tuple[Column, Column]:
 
 
 def policy_columns(
-    policies: Iterable[str], further: Iterable[str] = (), gain: str = "eb vs v1", *, vs_v1: bool = False
-) -> tuple[Column, ...]:
-    """Published, ours and their difference by policy; ours of further ones, with ``vs_v1`` also against v1;
-    and unless ``gain`` is empty that of EB over v1."""
-    columns = [column for policy in policies for column in compared(policy)]
+    policies: Iterable[str], further: Iterable[str] = (), gain: str = "eb vs v1", *, vs_v1: bool = False,
+    points: bool = False,
+) -> tuple[Column, ...]:  # fmt: skip
+    """Published, ours and their difference by policy, in ``points`` of percentages; ours of further ones, with
+    ``vs_v1`` also against v1; and unless ``gain`` is empty that of EB over v1."""
+    columns = [column for policy in policies for column in compared(policy, points=points)]
     for policy in further:
         columns += [Column("ours", group=policy, ours=True), *([Column("vs v1", "change", policy)] if vs_v1 else [])]
     return (*columns, *(changes(gain) if gain else ()))
 
 
 def policy_row(
-    published: Mapping[str, float | None], ours: Mapping[str, float | None], *, vs_v1: bool = False, gain: bool = True
+    published: Mapping[str, Value], ours: Mapping[str, Value], *, vs: str = "", gain: bool = True, points: bool = False
 ) -> tuple[Value, ...]:
-    """The values of the columns of :func:`policy_columns`; policies that are not published are further ones."""
-    row: list[Value] = [value for policy in published for value in comparison(published[policy], ours[policy])]
+    """The values of the columns of :func:`policy_columns`; policies that are not published are further ones.
+
+    ``vs``: the name of v1, against which further ones are shown too.
+    """
+    row = [value for policy in published for value in comparison(published[policy], ours[policy], points=points)]
     for policy, rate in ours.items():
         if policy not in published:
-            row += [rate, *([relative(rate, ours["v1"])] if vs_v1 else [])]
+            row += [rate, *([relative(rate, ours[vs])] if vs else [])]
     gains = [relative(rates["eb"], rates["v1"]) for rates in (published, ours)] if gain else []
     return (*row, *gains)
 

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels
+from ebbench.analysis.documents import Section, Value, labels
 from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
 from ebbench.installation import REFERENCE
 from ebbench.papers.options import PaperOptions
 from ebbench.papers.protocols import FIXED_THETA, SERVER_BUDGET, SERVER_SEQS, Protocol, ebplus_as_run, protocol_cells
 from ebbench.papers.published import GPUS, MAIN_MODEL, METRICS, SYNTHETIC, gpu_title, pick
-from ebbench.papers.table import PaperTable, Published, Sections, change
+from ebbench.papers.table import PaperTable, Published, Sections, policy_columns, policy_row
 from ebbench.records.warnings import shown_text
 from ebbench.runs.store import Measured, RunStore
 from ebbench.spec.run import RunSpec
@@ -134,13 +134,6 @@ def value_or_oom(measured: Measured | None, key: str, scale: float = 1.0) -> Val
     return "OOM" if measured.figures.get("dead") else measured.get(key, scale)
 
 
-def _published_and_ours(published: float | None, ours: Value, *, failed: bool) -> tuple[Value, Value, Value]:
-    """A published figure beside ours. ``failed``: a figure that was not published is that of a run without memory."""
-    if isinstance(ours, float) and published is not None:
-        return comparison(published, ours)
-    return "OOM" if published is None and failed else published, ours, None
-
-
 @dataclass(frozen=True)
 class _Comparison:
     """Table 19 or 20. ``choices``: the settings by their names in print, v1 on all ``gpus`` first.
@@ -180,24 +173,24 @@ class _Comparison:
         return [self._section(options, store, device) for device in options.devices or GPUS]
 
     def _section(self, options: PaperOptions, store: RunStore, device: str) -> Section:
-        further = self.further(options)
-        columns = [column for choice in self.choices.values() for column in compared(choice.title)]
-        for choice in further.values():
-            columns += [Column("ours", group=choice.title, ours=True), Column("vs v1", "change", choice.title)]
-        rows = []
+        titles, further = ([c.title for c in cs.values()] for cs in (self.choices, self.further(options)))
+        columns = labels(*self.labels, "metric") + policy_columns(titles, further, gain="", vs_v1=True)
+        rows: list[tuple[Value, ...]] = []
+        v1 = next(iter(self.choices))
         for load in self.loads:
             by_name = self.by_name(options, store, device, load)
             for metric in self.metrics:
                 title, key, scale = METRICS[metric]
                 ours = {name: value_or_oom(measured, key, scale) for name, measured in by_name.items()}
-                row: list[Value] = [*(SYNTHETIC.get(value, str(value)) for value in load), title]
-                for name in self.choices:
-                    published = self.printed(gpu_title(device), load, name, metric)
-                    row += _published_and_ours(published, ours[name], failed=name in self.failing and device in GPUS)
-                for name in further:
-                    row += [ours[name], change(ours[name], ours[next(iter(self.choices))])]
-                rows.append(tuple(row))
-        return Section(gpu_title(device), (*labels(*self.labels, "metric"), *columns), tuple(rows))
+                published = {name: self.published(device, load, name, metric) for name in self.choices}
+                at = (SYNTHETIC.get(value, str(value)) for value in load)
+                rows.append((*at, title, *policy_row(published, ours, vs=v1, gain=False)))
+        return Section(gpu_title(device), columns, tuple(rows))
+
+    def published(self, device: str, load: tuple[Any, ...], name: str, metric: str) -> Value:
+        """A figure as printed, or OOM where a setting that ran out of memory has none."""
+        printed = self.printed(gpu_title(device), load, name, metric)
+        return "OOM" if printed is None and name in self.failing and device in GPUS else printed
 
 
 _TWO = _Comparison(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ebbench.analysis.documents import Column, Section, Value, comparison, labels
+from ebbench.analysis.documents import Column, Section, Value, comparison, labels, relative
 from ebbench.config.topology import DECODE_UTILIZATION, PoolSpec
 from ebbench.devices.base import CostModel, Device
 from ebbench.devices.costs import DECODE_CONTEXT_TOKENS, DECODE_SEQS, PREFILL_TOKENS, decode_shape, prefill_shape
@@ -27,7 +27,6 @@ from ebbench.papers.table import (
     Published,
     Sections,
     beside,
-    change,
     each,
     figure,
     no_runs,
@@ -260,7 +259,7 @@ def _long_section(options: PaperOptions, store: RunStore, device: str) -> Sectio
             by_kind = {k: None if cell is None else store.get(cell) for k, cell in cells.items()}
             row += ["does not fit" if cells[k] is None else value_or_oom(by_kind[k], key, scale) for k in cells]
         rates = dict(zip(cells, row[2:], strict=False))
-        lines.append((*row, change(rates["eb"], rates["v1"]), change(rates["ebplus"], rates["v1"])))
+        lines.append((*row, relative(rates["eb"], rates["v1"]), relative(rates["ebplus"], rates["v1"])))
     return Section(f"{gpu_title(device)}, two GPUs", columns, tuple(lines))
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels, relative
+from ebbench.analysis.documents import Column, Section, Value, labels, relative
 from ebbench.analysis.phases import Recovery, Surface, recoveries, run_surfaces
 from ebbench.analysis.summary import summarise_phases
 from ebbench.errors import UsageError
@@ -136,20 +136,14 @@ def _section18(options: PaperOptions, store: RunStore, device: str, model: str) 
         surfaces[policy] = None if measured is None else run_surfaces(measured.run, ttft_ms, tpot_ms)[0]
     rows = []
     for (i, ttft), (j, tpot) in product(enumerate(ttft_s), enumerate(tpot_ms)):
-        row: list[Value] = [f"{ttft:g} s", f"{tpot:g} ms"]
-        for policy, surface in surfaces.items():
-            ours = None if surface is None else 100 * surface.attainment[i][j]
-            if policy in further:
-                row.append(ours)
-                continue
-            share = None
-            if printed:
-                share = pick("table18_goodput_percent", policy, ttft_target=str(i + 1), tpot_target_rank=_RANKS[j])
-            row += comparison(share, ours, points=True)
-        rows.append(tuple(row))
-    columns = [column for policy in PUBLISHED_POLICIES for column in compared(policy, points=True)]
-    columns += [Column("ours", group=policy, ours=True) for policy in further]
-    return Section(f"{gpu_title(device)}, {model}", (*labels("TTFT ≤", "TPOT ≤"), *columns), tuple(rows))
+        ours = {p: None if surface is None else 100 * surface.attainment[i][j] for p, surface in surfaces.items()}
+        shares: dict[str, float | None] = dict.fromkeys(PUBLISHED_POLICIES)
+        if printed:
+            target = {"ttft_target": str(i + 1), "tpot_target_rank": _RANKS[j]}
+            shares = {policy: pick("table18_goodput_percent", policy, **target) for policy in shares}
+        rows.append((f"{ttft:g} s", f"{tpot:g} ms", *policy_row(shares, ours, gain=False, points=True)))
+    columns = labels("TTFT ≤", "TPOT ≤") + policy_columns(PUBLISHED_POLICIES, further, gain="", points=True)
+    return Section(f"{gpu_title(device)}, {model}", columns, tuple(rows))
 
 
 TABLE18 = PaperTable(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -77,29 +76,20 @@ def real_cell(
     return protocol_cells(protocol, device, model, options.num_prompts, weight)[0]
 
 
-def grid_rates(store: RunStore, cell: RunSpec, key: str = "request_throughput") -> dict[tuple[int, int], float]:
-    """Known throughputs over the grid."""
-    rates = {}
-    for grid_cell in grid_cells(cell):
-        rate = figure(store, grid_cell, key)
-        if rate is not None:
-            rates[grid_cell.server.max_num_batched_tokens, grid_cell.server.max_num_seqs] = rate
-    return rates
+def _rates(store: RunStore, cell: RunSpec) -> dict[tuple[int, int], float | None]:
+    """Throughput over the grid by (B, N)."""
+    at = {(c.server.max_num_batched_tokens, c.server.max_num_seqs): c for c in grid_cells(cell)}
+    return {sizes: figure(store, cell, "request_throughput") for sizes, cell in at.items()}
 
 
-def best_of_grid(store: RunStore, cell: RunSpec) -> float | None:
-    """Best throughput over a complete grid; None while cells are missing."""
-    rates = grid_rates(store, cell)
-    return max(rates.values()) if len(rates) == len(BUDGETS) * len(BATCHES) else None
+def _swept(rates: Mapping[tuple[int, int], float | None]) -> Sensitivity | None:
+    """The sensitivity of a complete grid; None while cells are missing."""
+    known = {sizes: rate for sizes, rate in rates.items() if rate is not None}
+    return sensitivity(known) if len(known) == len(rates) else None
 
 
 def _base(options: PaperOptions, device: str, model: str, workload: str, scheduler: str) -> RunSpec:
     return real_cell(options, device, model, workload, scheduler, (256, 4096))
-
-
-def _swept(options: PaperOptions, store: RunStore, *key: str) -> Sensitivity | None:
-    rates = grid_rates(store, _base(options, *key))
-    return sensitivity(rates) if len(rates) == len(BUDGETS) * len(BATCHES) else None
 
 
 def _real_cells(device: str, options: PaperOptions) -> list[RunSpec]:
@@ -117,7 +107,7 @@ def _real_sections(device: str, options: PaperOptions, store: RunStore) -> Secti
     for workload in options.workloads or tuple(WORKLOADS):
         for model in options.models or tuple(MODELS):
             for scheduler in SCHEDULERS:
-                swept = _swept(options, store, device, model, workload, scheduler)
+                swept = _swept(_rates(store, _base(options, device, model, workload, scheduler)))
                 where = {"gpu": GPUS[device], "workload": WORKLOADS.get(workload, workload),
                          "model": model_title(model), "scheduler": scheduler}  # fmt: skip
                 row: list[Value] = [where["workload"], where["model"], scheduler]
@@ -153,10 +143,9 @@ def _synthetic_document(options: PaperOptions, store: RunStore) -> Sections:
             for scheduler in _SYNTHETIC_SCHEDULERS:
                 where = {"workload": SYNTHETIC.get(workload, workload), "scheduler": scheduler}
                 b, n = (pick("table16_synthetic_best_config", f"{prefix}_{w}", **where) for w in ("tokens", "seqs"))
-                swept = _swept(options, store, device, "qwen3-8b", workload, scheduler)
-                rates = grid_rates(store, _base(options, device, "qwen3-8b", workload, scheduler))
-                rate_at_published = rates.get((int(b or 0), int(n or 0)), math.nan)
-                loss = None if swept is None or math.isnan(rate_at_published) else rate_at_published / swept.best - 1
+                rates = _rates(store, _base(options, device, "qwen3-8b", workload, scheduler))
+                swept = _swept(rates)
+                loss = None if swept is None else relative(rates.get((int(b or 0), int(n or 0))), swept.best)
                 best = _value(swept, "best_budget"), _value(swept, "best_size")
                 rows.append((where["workload"], scheduler, b, best[0], n, best[1], loss))
         sections.append(Section(gpu_title(device), columns, tuple(rows)))
@@ -196,9 +185,10 @@ def _row2(options: PaperOptions, store: RunStore, device: str, model: str, workl
     ours = {}
     for policy in (*POLICIES, *options.further(*POLICIES)):
         cell = table2_cell(options, device, model, workload, policy)
-        ours[policy] = best_of_grid(store, cell) if options.grid else figure(store, cell, "request_throughput")
+        best = _value(_swept(_rates(store, cell)), "best") if options.grid else None
+        ours[policy] = best if options.grid else figure(store, cell, "request_throughput")
     published = {policy: pick("table2_throughput_rps", f"{policy}_rps", **where) for policy in POLICIES}
-    return (model_title(model), where["workload"], *policy_row(published, ours, vs_v1=True))
+    return (model_title(model), where["workload"], *policy_row(published, ours, vs="v1"))
 
 
 def _content2(options: PaperOptions, store: RunStore) -> Sections:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 
+from ebbench.grouping import by_key
 from ebbench.papers.eb.disaggregation import FIXED_THRESHOLD, TWO, two_gpus
 from ebbench.papers.eb.prefill_costs import TABLE6_MODELS, TABLE6_ROWS, table6_protocol
 from ebbench.papers.eb.thresholds import BUDGET, TABLE13_BATCH
@@ -21,7 +23,7 @@ from ebbench.papers.fidelity.case import (
     Case,
     Published,
 )
-from ebbench.papers.fidelity.cases_servers import gpustack, server_cases
+from ebbench.papers.fidelity.cases_servers import gpustack, published_number, server_cases
 from ebbench.papers.protocols import (
     Protocol,
     ebplus_as_run,
@@ -62,12 +64,11 @@ def engine_alone(cases: Iterable[Case]) -> Iterator[Case]:
 
 def table3() -> Iterator[Case]:
     """Traffic levels and non-stationary traffic (table 3), Qwen3-8B on both GPUs."""
-    units = {"total_tokens_per_s": "tokens_per_s", "ttft_s": "ttft_mean_s", "tpot_ms": "tpot_mean_ms"}
-    cells: dict[tuple[str, str, str], list[Published]] = {}
-    for row in rows("paper_tables/table3_traffic_and_nonstationary"):
-        for scheduler in ("v1", "eb", "ebplus"):
-            number = Published(units[row["metric"]], float(row[scheduler]), "table 3")
-            cells.setdefault((row["scenario"], row["gpu"], scheduler), []).append(number)
+    printed = rows("paper_tables/table3_traffic_and_nonstationary")
+    cells = by_key(
+        ((row["scenario"], row["gpu"], scheduler), published_number(row["metric"], row[scheduler], "table 3"))
+        for row, scheduler in product(printed, ("v1", "eb", "ebplus"))
+    )
     for (scenario, gpu, scheduler), published in cells.items():
         yield Case(
             scenario, DEVICES[gpu], "qwen3-8b", scheduler, table3_protocol(scenario, scheduler, DEVICES[gpu]),
@@ -222,10 +223,10 @@ MIXED_ONLY_MARGIN = 1e-4  # EB+ without the cost of mixed batches
 
 def repetition() -> Iterator[Case]:
     """The runs, each with its published numbers."""
-    by_case: dict[tuple[str, str, str], list[Published]] = {}
-    for row in rows(REPETITION):
-        number = Published(row["metric"], float(row["value"]), REPETITION_GROUP)
-        by_case.setdefault((row["case"], row["model"], row["scheduler"]), []).append(number)
+    by_case = by_key(
+        ((row["case"], row["model"], row["scheduler"]), Published(row["metric"], float(row["value"]), REPETITION_GROUP))
+        for row in rows(REPETITION)
+    )
     for (case, model, scheduler), published in by_case.items():
         yield Case(
             case, DEVICE, model, scheduler, _protocol(case, model, scheduler), tuple(published),

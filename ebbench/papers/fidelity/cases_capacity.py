@@ -17,16 +17,13 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ebbench.analysis.columns import RequestColumns
 from ebbench.devices.base import Device
 from ebbench.devices.loader import load_device
-from ebbench.engines.sim import SimEngine
 from ebbench.papers.fidelity.case import DEVICES
-from ebbench.papers.fidelity.runs import timed_plan
+from ebbench.papers.fidelity.runs import simulated_requests, timed_plan
 from ebbench.papers.fidelity.scores import PublishedFigure
 from ebbench.papers.published import rows
 from ebbench.spec.server import EngineOptions
-from vllm_eb.policy import parse_policy
 
 CAPACITY, LENGTHS = "systalyze/capacity", "systalyze/lengths"
 SOURCE = "Systalyze, capacity"
@@ -89,11 +86,10 @@ def rate_figures(row: Row, device: Device, rate: float, seed: int) -> dict[str, 
     gaps = np.random.default_rng(seed).exponential(1.0 / rate, n - 1)
     arrival_s = np.concatenate(([0.0], np.cumsum(gaps)))
     plan = timed_plan(arrival_s, inputs, outputs, np.arange(n) + 1, ["load"] * n)
-    result = SimEngine(figures_only=True).run(plan, parse_policy("v1"), device, options)
-    columns = RequestColumns.of(result.uninterrupted().requests)
-    duration_s = float(columns.last_token.max()) / 1e9
+    requests = simulated_requests(plan, device, options)
+    duration_s = float(requests.last_token.max()) / 1e9
     return {
         "duration_s": duration_s,
         "tail_s": duration_s - float(arrival_s[-1]),
-        "output_tokens_per_s": float(columns.output_tokens.sum()) / duration_s,
+        "output_tokens_per_s": float(requests.output_tokens.sum()) / duration_s,
     }

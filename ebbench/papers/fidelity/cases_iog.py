@@ -20,19 +20,17 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from ebbench.analysis.columns import RequestColumns
 from ebbench.devices.base import Device, Parallel
 from ebbench.devices.loader import load_device
-from ebbench.engines.sim import SimEngine
+from ebbench.grouping import by_key
 from ebbench.installation import REFERENCE
-from ebbench.papers.fidelity.runs import latencies, timed_plan
+from ebbench.papers.fidelity.runs import latencies_of, simulated_requests, timed_plan
 from ebbench.papers.fidelity.scores import PublishedFigure
 from ebbench.papers.published import rows
 from ebbench.records.plan import Plan
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from ebbench.workloads.requests import Floats
-from vllm_eb.policy import parse_policy
 
 IOG = "iog/serving"
 SOURCE = "IOG"
@@ -59,10 +57,7 @@ def iog_cells(seeds: Sequence[int] = SEEDS) -> list[PublishedFigure]:
 
 def sessions() -> list[list[Row]]:
     """The runs of each server, in the order in which they were made."""
-    by_session: dict[tuple[str, str], list[Row]] = {}
-    for row in rows(IOG):
-        by_session.setdefault((row["model"], row["gpus"]), []).append(row)
-    return list(by_session.values())
+    return list(by_key(((row["model"], row["gpus"]), row) for row in rows(IOG)).values())
 
 
 def session_cells(rows: Sequence[Row], seeds: Sequence[int] = SEEDS) -> list[PublishedFigure]:
@@ -86,17 +81,11 @@ def session_figures(rows: Sequence[Row], device: Device, seed: int) -> list[dict
     options = EngineOptions(
         *SIZES, max_model_len=4096, async_scheduling=False, scheduler_reserve_full_isl=False, vllm_version=VLLM
     )
-    result = SimEngine(figures_only=True).run(session_plan(rows, seed), parse_policy("v1"), device, options)
-    columns = RequestColumns.of(result.uninterrupted().requests)
+    requests = simulated_requests(session_plan(rows, seed), device, options)
     by_row = []
     for row in rows:
-        in_phase = columns.phase == row["rate"]
-        times = (
-            columns.intended[in_phase] / 1e9,
-            columns.first_token[in_phase] / 1e9,
-            columns.last_token[in_phase] / 1e9,
-        )
-        figures = latencies(*times, columns.output_tokens[in_phase])
+        in_phase = requests.phase == row["rate"]
+        figures = latencies_of(requests, in_phase)
         by_row.append({**figures, "requests_per_s": int(in_phase.sum()) / figures["duration_s"]})
     return by_row
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from math import nan
 
 from ebbench.config.topology import PoolSpec, parse_topology
@@ -11,6 +12,7 @@ from ebbench.devices.base import Parallel, quantised, start_up
 from ebbench.devices.capacity import kv_capacity_tokens, layout_with
 from ebbench.devices.profiles import find_model, find_profile
 from ebbench.errors import UsageError
+from ebbench.grouping import by_key
 from ebbench.installation import REFERENCE
 from ebbench.papers.eb.disaggregation import FOUR, TWO, four_gpus, two_gpus
 from ebbench.papers.fidelity.case import CONNECTOR_SETTING, DEVICES, Case, Published
@@ -154,12 +156,11 @@ def table17() -> Iterator[Case]:
 
 def table19() -> Iterator[Case]:
     """Two GPUs: replicas and one prefill with one decode server (table 19)."""
-    cells: dict[tuple[str, str, str], list[Published]] = {}
-    for row in rows("paper_tables/table19_two_gpu"):
-        for setting in TWO:
-            if row.get(setting):
-                number = _published(row["metric"], row[setting], "table 19")
-                cells.setdefault((row["gpu"], row["concurrency"], setting), []).append(number)
+    cells = by_key(
+        ((row["gpu"], row["concurrency"], setting), published_number(row["metric"], row[setting], "table 19"))
+        for row, setting in product(rows("paper_tables/table19_two_gpu"), TWO)
+        if row.get(setting)
+    )
     for (gpu, concurrency, setting), published in cells.items():
         device = DEVICES[gpu]
         yield Case(
@@ -168,7 +169,8 @@ def table19() -> Iterator[Case]:
         )  # fmt: skip
 
 
-def _published(metric: str, value: str, source: str) -> Published:
+def published_number(metric: str, value: str, source: str) -> Published:
+    """A number of a reference table, by its name there."""
     name, scale = _METRICS[metric]
     return Published(name, float(value) * scale, source)
 
@@ -182,7 +184,7 @@ def table20() -> Iterator[Case]:
     for row in rows("paper_tables/table20_four_gpus"):
         figures = cells.setdefault((row["gpu"], row["workload"], row["concurrency"], row["setting"]), [])
         if row["value"]:
-            figures.append(_published(row["metric"], row["value"], "table 20"))
+            figures.append(published_number(row["metric"], row["value"], "table 20"))
         elif row["metric"] == "total_tokens_per_s":
             figures.append(Published("tokens_per_s", nan, "table 20", False, FAILED_NOTE))
     for (gpu, workload, concurrency, setting), published in cells.items():

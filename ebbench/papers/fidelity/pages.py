@@ -34,11 +34,24 @@ class Page(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     notes: str = ""
 
 
+class Texts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Paragraphs of the report; values that are computed are in braces."""
+
+    audit: str
+    introduction: str
+    errors: str
+    api_server: str
+    decisions: str
+    constants: str
+
+
 class _Pages(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    texts: Texts
     pages: tuple[Page, ...]
 
 
-PAGES = load_toml(Path(__file__).with_name("pages.toml"), _Pages).pages
+_FILE = load_toml(Path(__file__).with_name("pages.toml"), _Pages)
+PAGES, TEXTS = _FILE.pages, _FILE.texts
 
 
 def is_variant(source: str) -> bool:

@@ -16,12 +16,13 @@ import pyarrow.parquet as pq
 from ebbench.analysis.documents import Column, Section, Value, labels
 from ebbench.devices.profiles import find_profile, list_devices
 from ebbench.errors import InputFileError
+from ebbench.grouping import by_key
 from ebbench.papers.fidelity import scoreboard
 from ebbench.papers.fidelity.cases import WITHOUT, all_cases, engine_alone
 from ebbench.papers.fidelity.cases_capacity import capacity_cells
 from ebbench.papers.fidelity.cases_iog import iog_cells
 from ebbench.papers.fidelity.cases_kv import kv_cells
-from ebbench.papers.fidelity.pages import PAGES, Page, is_variant, pictures, source_page
+from ebbench.papers.fidelity.pages import PAGES, TEXTS, Page, is_variant, pictures, source_page
 from ebbench.papers.fidelity.runs import calibration_cells, cells_of, replay_cells, runs_of_cases
 from ebbench.papers.fidelity.scoreboard import FIGURES, Audited, Row
 from ebbench.papers.fidelity.scores import (
@@ -176,9 +177,7 @@ def gains(cells: Iterable[PublishedFigure]) -> Section:
 
 def step_times(cells: Iterable[PublishedFigure]) -> Section:
     """One row per device, model and kind of step; the Parquet file has the single cells."""
-    errors: dict[tuple[str, str, str, str], list[float]] = {}
-    for cell in cells:
-        errors.setdefault((cell.device, cell.model, cell.case.split()[0], cell.note), []).append(cell.error)
+    errors = by_key(((cell.device, cell.model, cell.case.split()[0], cell.note), cell.error) for cell in cells)
     columns = (
         *labels("device", "model", "step"),
         *(Column(name, show=_SIGNED) for name in ("median error", "from", "to")),
@@ -193,10 +192,11 @@ def step_times(cells: Iterable[PublishedFigure]) -> Section:
 
 def by_caveat(audit: Sequence[Audited]) -> Section:
     """One row per caveat, figure, source and device: errors of the figures that carry it; those without any last."""
-    kinds: dict[tuple[str, str, str, str], list[Audited]] = {}
-    for row in audit:
-        for code in row.caveats or ("none",):
-            kinds.setdefault((code, row.figure, row.cell.source.split(",")[0], row.cell.device), []).append(row)
+    kinds = by_key(
+        ((code, row.figure, row.cell.source.split(",")[0], row.cell.device), row)
+        for row in audit
+        for code in row.caveats or ("none",)
+    )
     columns = (
         *labels("caveat", "figure", "source", "device"),
         Column("figures"),
@@ -231,47 +231,10 @@ def by_row(audit: Iterable[Audited]) -> Section:
     return Section("", columns, rows)
 
 
-AUDIT_PAGE = "caveats.md"
-AUDIT = """# What runs say about their own errors
-
-Written by `ebbench fidelity`: every scored figure of the measured servers beside the caveats of our run about it.
-Promised without a caveat, in nine of ten rows: {promised}. *said*: further off, and a caveat gives that direction and
-size (within what is promised beyond its range). *missing*: further off, and none does. *against*: near enough, but on
-the other side of all that caveats say.
-
-{counts}
-
-## By caveat
-"""
-
-
-INTRODUCTION = """# Fidelity: emulated devices against published measurements
-
-Written by `ebbench fidelity`, as are the pages of this folder; `notes/` is written by hand and says why figures miss.
-Every number measured by others stands beside ours on the page of its source. *Fitted* cells belong to rows that a
-constant was fitted on; everything else is *predicted*. *Unscored* cells carry a note that says why.
-{runs}
-What a device is made of is in `NOTICE`, what is modelled in `docs/emulator.md`,
-how far to trust it in `docs/accuracy.md`.
-"""
-
-
 PAPER = ("table 2", "table 3", "table 13", "figure 3", "figure 5")
 LATER = ("figure 4", "table 6", "authors' repetition")
 """Sources that were compared first on 2026-11-25. The targets of this report were set for ``PAPER`` alone."""
-BOARD, CELLS, FRONT_PAGE, NOTES = "scoreboard.json", "cells.parquet", "README.md", "notes"
-ERRORS = """Median and 90th percentile of the size of the error, over the cells that no constant was fitted on. In
-brackets: the median of the last committed table, where it differs. *Direction right*: of the pairs of schedulers that
-the source tells apart by more than 2 %, those with the same winner; of tables 19 and 20, the cases in which our
-fastest setting is, in print, the fastest or within 2 % of it; one that ran out of memory is the slowest.
-"""
-API_SERVER = """vLLM's API server is simulated where a run without it would keep it busy, as `run` does with one policy
-(`--api-server auto`): decided for each scheduler alone. The pages of the sources have the same cases without it, *no
-API server*.
-"""
-DECISIONS = """Of the pairs of v1, EB and EB+ that differ by more than so much with us, those in which the same one is
-faster in print, by whatever margin. Sources: those of the targets, figure 4, table 6 and the repetition.
-"""
+BOARD, CELLS, FRONT_PAGE, AUDIT_PAGE, NOTES = "scoreboard.json", "cells.parquet", "README.md", "caveats.md", "notes"
 
 
 def write_report(
@@ -285,7 +248,7 @@ def write_report(
     """
     out.mkdir(parents=True, exist_ok=True)
     parquet = out / CELLS
-    pq.write_table(_table(cells), parquet)
+    pq.write_table(pa.Table.from_pylist([{**asdict(cell), "error": cell.error} for cell in cells]), parquet)
     drawn = pictures(cells, out)
     rows = scoreboard.scoreboard(cells)
     scoreboard.save(rows, out / BOARD)
@@ -320,9 +283,7 @@ def read_cells(report: Path) -> list[PublishedFigure]:
 
 def merged_cells(kept: Sequence[PublishedFigure], made: Sequence[PublishedFigure]) -> list[PublishedFigure]:
     """The kept cells, with those of every source in ``made`` in the place of its kept ones; new sources at the end."""
-    cells_by_source: dict[str, list[PublishedFigure]] = {}
-    for cell in made:
-        cells_by_source.setdefault(cell.source, []).append(cell)
+    cells_by_source = by_key((cell.source, cell) for cell in made)
     replaced, merged = set(cells_by_source), list[PublishedFigure]()
     for cell in kept:
         merged += cells_by_source.pop(cell.source, []) if cell.source in replaced else [cell]
@@ -345,12 +306,6 @@ def all_scores(cells: Sequence[PublishedFigure]) -> dict[str, list[Score]]:
     }
 
 
-def _table(cells: Iterable[PublishedFigure]) -> pa.Table:
-    rows = [{**asdict(cell), "error": cell.error} for cell in cells]
-    names = [*(f.name for f in fields(PublishedFigure)), "error"]
-    return pa.table({name: [row[name] for row in rows] for name in names})
-
-
 def _audit_page(audit: Sequence[Audited]) -> Iterator[str]:
     promised = ", ".join(f"{name} {100 * share:.0f} %" for name, share in scoreboard.PROMISED.items())
     verdicts = [row.verdict for row in audit]
@@ -361,7 +316,7 @@ def _audit_page(audit: Sequence[Audited]) -> Iterator[str]:
         f"{len(audit)} figures: {named}. Of the {len(silent)} without a caveat about them {within} are within what is "
         f"promised ({within / max(len(silent), 1):.0%})."
     )
-    yield AUDIT.format(promised=promised, counts=counts)
+    yield TEXTS.audit.format(promised=promised, counts=counts)
     yield from _lines(by_caveat(audit))
     yield "\n## By row\n"
     yield from _lines(by_row(audit))
@@ -377,21 +332,20 @@ def _front_page(
     ours = f"means over {repeats} seeds" if repeats > 1 else "single runs"
     scatter = "a run of the distribution shift scatters by 1 to 2 %"
     draws = "means over three draws of IOG's and Systalyze's"
-    yield INTRODUCTION.format(runs=f"Ours are {ours} in table 3, {draws}, single runs elsewhere ({scatter}).")
+    yield TEXTS.introduction.format(runs=f"Ours are {ours} in table 3, {draws}, single runs elsewhere ({scatter}).")
     yield "## All sources\n"
-    yield ERRORS
-    yield API_SERVER
+    yield TEXTS.errors
+    yield TEXTS.api_server
     yield from _lines(front([row for row in rows if not is_variant(row.source)], before))
     yield "\n## Targets\n"
     yield from _lines(targets(all_scores(cells)))
     yield "\n## Decisions\n"
-    yield DECISIONS
+    yield TEXTS.decisions
     compared = [cell for cell in cells if cell.source in (*PAPER, *LATER)]
     predicted = [cell for cell in compared if not cell.fitted]
     yield from _lines(decided({"predicted rows": decisions(predicted), "all rows": decisions(compared)}))
     yield "\n## Constants\n"
-    yield "At most four per device; H100, B200 and B300 take the H200's, several H100 with what they add. A factor of"
-    yield "matrix products is one of them (H100, H200: 1.10, from H200). Models without their own take the device's.\n"
+    yield TEXTS.constants
     yield from _lines(constants())
     for file in drawn:
         yield f"\n![{file.stem}]({file.name})"
@@ -408,7 +362,7 @@ def _page(
     if page.notes and (out / notes).is_file():
         yield f"- **Why figures miss**: [{page.notes}]({notes}), written by hand."
     yield "\n## Errors\n"
-    yield ERRORS
+    yield TEXTS.errors
     yield from _lines(errors([row for row in rows if source_page(row.source) is page], before))
     for source in dict.fromkeys(cell.source for cell in cells):
         yield f"\n## {source}\n"

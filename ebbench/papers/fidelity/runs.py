@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from math import isnan
 from typing import Any
 
@@ -10,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ebbench.analysis.columns import RequestColumns
+from ebbench.analysis.columns import Mask, RequestColumns
 from ebbench.analysis.environment import API_SERVER
 from ebbench.config.declare import declared_in
+from ebbench.devices.base import Device
 from ebbench.devices.costs import (
     DECODE_CONTEXT_TOKENS,
     DECODE_SEQS,
@@ -24,7 +26,6 @@ from ebbench.devices.costs import (
 from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import find_model, find_profile, list_models
 from ebbench.engines.sim import SimEngine
-from ebbench.errors import RunError
 from ebbench.papers.fidelity.case import FIT_ROWS, Case
 from ebbench.papers.fidelity.cases import table3
 from ebbench.papers.fidelity.scores import PublishedFigure
@@ -33,7 +34,6 @@ from ebbench.papers.published import rows
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
 from ebbench.runs.execute import Task, make
-from ebbench.runs.pool import make_pool
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import EngineOptions, HostCosts
 from vllm_eb.policy import parse_policy
@@ -43,21 +43,9 @@ DIED = "our run ended in an out-of-memory error of the receiving store, the publ
 REPLAY = "llmservingsim/rtx4090_llama31_8b"
 
 
-def run_cases(
-    cases: Iterable[Case], seed: int, say: Say, host: HostCosts | None = None, *, repeats: int = 1, workers: int = 1
-) -> list[PublishedFigure]:
-    """Run every case and return its cells: means over ``repeats`` seeds from ``seed`` on. Nothing is stored.
-
-    ``host`` replaces the profiles' constants. ``workers``: number of processes, without effect on the results.
-    """
-    made: dict[RunSpec, Mapping[str, Any]] = {}
-    chosen = list(cases)
-    tasks = [Task(run) for run in dict.fromkeys(runs_of_cases(chosen, seed, repeats, host))]
-    for task, outcome in make_pool(workers, len(tasks)).outcomes(make, tasks):
-        if outcome.error is not None or outcome.value is None:
-            raise outcome.error or RunError("a run gave no result")
-        made[task.cell] = outcome.value.figures
-    return cells_of(chosen, made.__getitem__, say, seed, repeats, host)
+def run_cases(cases: Iterable[Case], seed: int, say: Say, host: HostCosts | None = None) -> list[PublishedFigure]:
+    """Run every case and return its cells. Nothing is stored. ``host`` replaces the profiles' constants."""
+    return cells_of(cases, cache(lambda run: make(Task(run)).figures), say, seed, host=host)
 
 
 def runs_of_cases(cases: Iterable[Case], seed: int, repeats: int = 1, host: HostCosts | None = None) -> list[RunSpec]:
@@ -141,21 +129,9 @@ def replay_cells() -> list[PublishedFigure]:
     plan = timed_plan(
         arrival - arrival.min(), columns["input_toks"], columns["output_toks"], np.arange(n) + 1, ["replay"] * n
     )
-    result = (
-        SimEngine()
-        .run(
-            plan,
-            parse_policy("v1"),
-            load_device("rtx-4090", "llama-3.1-8b", max_num_seqs=256, max_num_batched_tokens=2048, vllm_version="0.19"),
-            EngineOptions(256, 2048, max_model_len=32_768, num_kv_blocks=2588),
-            None,
-        )
-        .uninterrupted()
-    )
-    requests = RequestColumns.of(result.requests)
-    ours = latencies(
-        requests.intended / 1e9, requests.first_token / 1e9, requests.last_token / 1e9, requests.output_tokens
-    )
+    device = load_device("rtx-4090", "llama-3.1-8b", max_num_seqs=256, max_num_batched_tokens=2048, vllm_version="0.19")
+    requests = simulated_requests(plan, device, EngineOptions(256, 2048, max_model_len=32_768, num_kv_blocks=2588))
+    ours = latencies_of(requests, requests.phase == "replay")
     return [
         PublishedFigure(
             "RTX 4090 run", "rtx-4090", "llama-3.1-8b", "300 ShareGPT requests", "v1", name, measured[name], ours[name]
@@ -163,6 +139,20 @@ def replay_cells() -> list[PublishedFigure]:
         for name in measured
         if name != "tpot_p50_ms"
     ]
+
+
+def simulated_requests(plan: Plan, device: Device, options: EngineOptions) -> RequestColumns:
+    """The requests of a plan, carried out in simulation under v1."""
+    result = SimEngine(figures_only=True).run(plan, parse_policy("v1"), device, options)
+    return RequestColumns.of(result.uninterrupted().requests)
+
+
+def latencies_of(requests: RequestColumns, rows: Mask) -> dict[str, float]:
+    """The figures of :func:`latencies` of these requests."""
+    start_s, first_s, last_s = (
+        times_ns[rows] / 1e9 for times_ns in (requests.intended, requests.first_token, requests.last_token)
+    )
+    return latencies(start_s, first_s, last_s, requests.output_tokens[rows])
 
 
 def latencies(start_s: Any, first_s: Any, last_s: Any, outputs: Any) -> dict[str, float]:
