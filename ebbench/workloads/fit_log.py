@@ -9,6 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from ebbench.errors import UsageError
+from ebbench.foreign.documents import toml_value
 from ebbench.traffic.arrivals import relative_roots, step_edges, stretch_centres
 from ebbench.traffic.lengths import LengthSpec
 from ebbench.workloads.fitted import (
@@ -342,7 +343,7 @@ def _write(table: dict[str, Any], path: tuple[str, ...], lines: list[str]) -> No
     }
     for key, value in table.items():
         if key not in nested and key not in several:
-            lines.append(f"{key} = {_literal(value)}")
+            lines.append(f"{key} = {toml_value(value)}")
     for key, value in nested.items():
         lines += ["", f"[{'.'.join((*path, key))}]"]
         _write(value, (*path, key), lines)
@@ -350,13 +351,3 @@ def _write(table: dict[str, Any], path: tuple[str, ...], lines: list[str]) -> No
         for entry in entries:
             lines += ["", f"[[{'.'.join((*path, key))}]]"]
             _write(entry, (*path, key), lines)
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return msgspec.json.encode(value).decode()
-    if isinstance(value, list):
-        return f"[{', '.join(_literal(entry) for entry in value)}]"
-    return repr(value)
