@@ -234,7 +234,7 @@ def _sessions(requests: Requests) -> Sessions:
     grown = later[previous[later] >= 0]
     added = requests.input_tokens[grown] - total[previous[grown]]
     anew = requests.input_tokens[later[previous[later] < 0]]
-    aside = grown[~np.isin(_streams(requests)[grown - 1], _streams(requests)[requests.turn == 0])]
+    aside = grown[~np.isin(requests.streams[grown - 1], requests.streams[requests.turn == 0])]
     return Sessions(
         turns=fit_points(np.bincount(requests.session)),
         added=fit_points(np.maximum(added, 1)) if len(added) else (1.0,),
@@ -303,13 +303,9 @@ def _with_overlap(sessions: Sessions, requests: Requests, s_per_output_token: fl
     return replace(sessions, added=points(added, ~side, 2) or sessions.added, overlap=overlap)
 
 
-def _streams(requests: Requests) -> Int64s:
-    return requests.session if requests.content is None else requests.content
-
-
 def _previous(requests: Requests) -> Int64s:
     """Row of the turn whose history each prompt continues, -1 where it begins anew."""
-    streams = _streams(requests)
+    streams = requests.streams
     order = np.argsort(streams, kind="stable")
     same = np.flatnonzero(np.diff(streams[order]) == 0)
     previous: Int64s = np.full(len(streams), -1, np.int64)

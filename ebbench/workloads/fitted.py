@@ -414,7 +414,7 @@ def _in_order(requests: Requests, order: Int64s) -> Requests:
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
     rows = np.argsort(place[requests.session], kind="stable")
-    content = requests.session if requests.content is None else requests.content
+    content = requests.streams
     return requests.taken(rows, place[requests.session][rows], content=content[rows])
 
 
