@@ -21,7 +21,7 @@ from ebbench.foreign.documents import not_positive
 from ebbench.records import CHUNK_TOKENS
 from ebbench.traffic.arrivals import substream
 from ebbench.traffic.lengths import LengthSpec, draw_family, length_spec
-from ebbench.workloads.requests import Floats, Requests
+from ebbench.workloads.requests import Floats, Requests, ints
 
 if TYPE_CHECKING:
     from ebbench.workloads.options import PlanOptions
@@ -447,7 +447,7 @@ class _Rows:
         columns, old = self._columns, self._old
         rows, content = np.array(columns["source"], np.int64), np.array(columns["content"], np.int64)
         agents = content >= FIRST_AGENT
-        own = pa.array(rows, mask=agents)
+        own = ints(rows, pa.int64(), valid=~agents)
         pauses, thinking = np.array(columns["pause"]), old.thinking_tokens
         return old.taken(
             rows,
