@@ -36,6 +36,8 @@ class ConfigNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     params: dict[str, str]
     params_moe: dict[str, str]
     encoders: dict[str, tuple[str, ...]]
+    quantization: dict[str, tuple[str, ...]]
+    modelopt: dict[str, str]
 
 
 NAMES = load_toml(Path(__file__).with_name("config_names.toml"), ConfigNames)
