@@ -190,11 +190,9 @@ def _panel(declared: Declared) -> str:
 
 
 def _line(declared: Declared, value: Any, default: Any) -> str:
-    return (
-        f"{declared.name} = {toml_value(value)}"
-        if value is not None and value != default
-        else _comment(declared, value)
-    )
+    if value is None or value == default:
+        return _comment(declared, value)
+    return f"{declared.name} = {toml_value(value)}"
 
 
 def _comment(declared: Declared, value: Any) -> str:

@@ -49,7 +49,7 @@ def step_edges(count: int, per_step: float) -> Ints:
 def values_at(means: Sequence[float], shares: Floats) -> Floats:
     """The values below which these shares of a distribution lie, from means of equally many sorted values, lowest
     first, by interpolation between them; shape of ``shares``."""
-    if not means:
+    if not len(means):
         raise ValueError("a distribution needs at least one value")
     values: Floats = np.interp(shares, (np.arange(len(means)) + 0.5) / len(means), means)
     return values
