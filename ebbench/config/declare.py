@@ -8,37 +8,12 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ebbench.errors import UnknownNameError, UsageError
-from vllm_eb.settings import (
-    Setting,
-    SettingError,
-    UnknownSettingError,
-    check_value,
-    read_settings,
-    read_value,
-    setting,
-    settings_of,
-    split_kind,
-    split_pairs,
-)
-
-__all__ = [
-    "COUNT",
-    "NOT_NEGATIVE",
-    "PORT",
-    "POSITIVE",
-    "Setting",
-    "check_fields",
-    "check_range",
-    "named_settings",
-    "option_name",
-    "parse_values",
-    "setting",
-    "settings_of",
-    "split_all_pairs",
-    "split_kind",
-    "split_pairs",
-    "value_of",
-]
+from vllm_eb.settings import Setting as Setting
+from vllm_eb.settings import SettingError, UnknownSettingError, check_value, read_settings, read_value
+from vllm_eb.settings import setting as setting
+from vllm_eb.settings import settings_of as settings_of
+from vllm_eb.settings import split_kind as split_kind
+from vllm_eb.settings import split_pairs as split_pairs
 
 
 @contextmanager
@@ -72,20 +47,9 @@ def split_all_pairs(texts: Iterable[str]) -> list[str]:
     return [pair for text in texts for pair in split_pairs(text)]
 
 
-POSITIVE, NOT_NEGATIVE, COUNT = Setting("", above=0), Setting("", at_least=0), Setting("", at_least=1)
-PORT = Setting("", at_least=0, at_most=65535)
-
-
 def option_name(field: str) -> str:
     """The command-line option of a field: without the unit of times, which its help says."""
     return f"--{field.removesuffix('_s').replace('_', '-')}"
-
-
-def check_fields(owner: object, names: Iterable[str], about: Setting) -> None:
-    """Raise UsageError, naming the option, for a field of ``owner`` that is out of range; None is allowed."""
-    with _usage_errors():
-        for name in names:
-            check_value(option_name(name), getattr(owner, name), about)
 
 
 DEFAULT_DEVICE, DEFAULT_MODEL = "rtx-pro-6000", "qwen3-8b"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ebbench.devices.geometry import WEIGHT_BITS, Mixer, ModelGeometry
+from ebbench.devices.mixer_rules import NAMES
 from ebbench.errors import InputFileError
 from ebbench.foreign.documents import read_object
 
@@ -95,25 +96,10 @@ def _of_mlp(model: ModelGeometry, at: str | tuple[str, ...], width: int) -> Iter
 
 PLAIN = "bfloat16"
 BESIDE = "hf_quant_config.json"  # ModelOptimizer's
-_MODELOPT = {
-    "FP8": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "FP8_PB_WO": "fp8_block", "NVFP4": "nvfp4", "MXFP8": "mxfp8",
-    "W4A16_NVFP4": "nvfp4", "NVFP4_AWQ": "nvfp4", "W4A16_MXFP4": "w4a16_mxfp4",
-}  # fmt: skip
-_INTEGER_METHODS = (
-    "awq",
-    "auto_awq",
-    "awq_marlin",
-    "gptq",
-    "gptq_marlin",
-    "auto_gptq",
-    "moe_wna16",
-    "auto-round",
-    "inc",
-)
 _WHOLE_METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp8": "mxfp8"}
-_EXPERT_METHODS = ("mxfp4", "gpt_oss_mxfp4")
-_GONE = ("bitsandbytes", "gguf", "hqq", "aqlm", "marlin", "deepspeedfp", "ptpc_fp8", "eetq", "higgs", "vptq")
-_LEFT_OUT = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
+_INTEGER_METHODS, _EXPERT_METHODS, _GONE, _LEFT_OUT = (
+    NAMES.quantization[which] for which in ("integer", "experts", "gone", "left_out")
+)
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "backbone.", "")
 _WORDS = {ATTENTION: "attention projections", MLP: "MLP projections", EXPERTS: "experts"}
 _WORTH_SAYING = 0.02
@@ -239,9 +225,9 @@ def _of_modelopt(path: Path, place: str, config: Mapping[str, Any]) -> list[_Sch
 
 
 def _algorithm(path: Path, place: str, algorithm: str) -> str:
-    dtype = _MODELOPT.get(algorithm)
+    dtype = NAMES.modelopt.get(algorithm)
     if dtype is None:
-        raise InputFileError(path, f"{place} has quant_algo {algorithm!r}; read are {', '.join(_MODELOPT)}")
+        raise InputFileError(path, f"{place} has quant_algo {algorithm!r}; read are {', '.join(NAMES.modelopt)}")
     return dtype
 
 

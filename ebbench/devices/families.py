@@ -1,8 +1,8 @@
 """Families of decoders by ``model_type``: what their config.json leaves out, and rules for their layers.
 
 One entry of ``FAMILIES`` is all that a new family takes. Values under usual names are read without an entry's help:
-layers, widths, heads, experts (:data:`ebbench.devices.mixer_rules.NAMES`), ``layer_types``, sliding windows, first
-and listed dense layers of mixtures. An entry says what differs; sizes and defaults are those of transformers and vLLM.
+layers, widths, heads, experts (``config_names.toml``), ``layer_types``, sliding windows, first and listed dense layers
+of mixtures. An entry says what differs; sizes and defaults are those of transformers and vLLM.
 """
 
 from __future__ import annotations
@@ -34,14 +34,6 @@ FULL, WINDOW, CHUNK, LINEAR, CONV, SPARSE = (
     "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "sparse_attention",
 )  # fmt: skip
 DENSE_MLP, EXPERTS = "mlp", "moe"
-KIND_NAMES: Mapping[str, str] = {
-    "attention": FULL, "global_attention": FULL, "indexed_attention": FULL, "hybrid": FULL, "*": FULL,
-    "sliding_window": WINDOW, "local_attention": WINDOW, "swa": WINDOW,
-    "deepseek_sparse_attention": FULL,
-    "mamba": LINEAR, "mamba2": LINEAR, "recurrent": LINEAR, "M": LINEAR, "minimax_m3_sparse": SPARSE,
-    "-": DENSE_MLP, "E": EXPERTS,
-}  # fmt: skip
-"""Other names of kinds of layers in a config.json."""
 Kinds = list[str]
 Pattern = Callable[[ConfigValues, int], Kinds]
 
@@ -475,10 +467,3 @@ FAMILIES: Mapping[str, Family] = {
 """The families that are read."""
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Where a model of images or sound has its decoder."""
-TEXT_TYPES: Mapping[str, str] = {
-    "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "glm4v": "glm4v_text",
-    "glm5_next": "glm5_next_text", "gemma4": "gemma4_text", "llama4": "llama4_text",
-    "mistral3": "mistral", "llava": "llama", "llava_next": "llama", "kimi_k25": "kimi_k2",
-    "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "minimax_m3_vl": "minimax_m3_text",
-}  # fmt: skip
-"""``model_type`` of that part where it does not say."""

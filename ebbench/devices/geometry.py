@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -360,12 +361,6 @@ class ModelGeometry:
         return self.layer_params + self.embedding_params + self.other_params
 
     @property
-    def active_params(self) -> int:
-        """Parameters that one token uses, with embeddings: without the experts that it is not sent to."""
-        idle = self.expert_layers * (self.experts - self.experts_per_token) * self.expert_params
-        return self.params - idle
-
-    @property
     def layer_params(self) -> int:
         """Parameters of all layers."""
         dense = self.dense_layers * self.mlp_matrices * self.hidden * self.dense_intermediate
@@ -544,11 +539,7 @@ class KvLayout:
         With two steps in flight it has one state more for a moment than vLLM reckons with.
         """
         blocks -= sum(group.tables for group in self.groups if group.by_block)
-        low, high = 0, tokens
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.most(middle) <= blocks else (low, middle - 1)
-        return low
+        return bisect_right(range(1, tokens + 1), blocks, key=self.most)
 
 
 def kv_layout(

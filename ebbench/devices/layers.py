@@ -547,11 +547,9 @@ def _gemm_tables(device: str, dtype: str) -> Gemm | None:
         return None
     widths = sorted(set(table["n"]))
     tokens = sorted(set(table["tokens"]))
-    place = {width: i for i, width in enumerate(widths)}
-    at_token = {count: i for i, count in enumerate(tokens)}
     grid = np.full((len(tokens), len(widths), len(widths)), np.nan)
-    for n, k, count, time in zip(table["n"], table["k"], table["tokens"], table["time_us"], strict=True):
-        grid[at_token[count], place[n], place[k]] = time * US
+    at = (np.searchsorted(tokens, table["tokens"]), *(np.searchsorted(widths, table[side]) for side in ("n", "k")))
+    grid[at] = np.array(table["time_us"]) * US
     # The largest products, which were not measured, follow from the neighbour's time per parameter.
     for _, i, j in np.argwhere(np.isnan(grid)):
         grid[:, i, j] = np.where(np.isnan(grid[:, i, j]), grid[:, i, j - 1] * widths[j] / widths[j - 1], grid[:, i, j])

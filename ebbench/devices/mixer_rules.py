@@ -12,33 +12,37 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ebbench.devices.geometry import BY_ROWS, WHOLE, Mixer, Product, attention
 from ebbench.errors import InputFileError
+from ebbench.foreign.documents import load_toml
+
+
+class Superseded(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Lists of the layers, and keys that count only where none of them is given."""
+
+    lists: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
+class ConfigNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``config_names.toml``, which says what each table holds."""
+
+    values: dict[str, tuple[str, ...]]
+    kinds: dict[str, tuple[str, ...]]
+    text_types: dict[str, str]
+    superseded: dict[str, Superseded]
+    params: dict[str, str]
+    params_moe: dict[str, str]
+    encoders: dict[str, tuple[str, ...]]
+    quantization: dict[str, tuple[str, ...]]
+    modelopt: dict[str, str]
+
+
+NAMES = load_toml(Path(__file__).with_name("config_names.toml"), ConfigNames)
 
 # The values of a config.json under the names that families give them, with a note of which were read.
-
-NAMES: Mapping[str, tuple[str, ...]] = {
-    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
-    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_attention_groups"),
-    "head_dim": ("head_dim", "kv_channels", "attention_head_dim"),
-    "intermediate_size": ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner"),
-    "vocab_size": ("padded_vocab_size", "vocab_size"),
-    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "experts_per_token": (
-        "num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k",
-        "top_k_experts", "topk_experts",
-    ),
-    "expert_width": ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size"),
-    "shared_experts": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert"),
-    "shared_width": (
-        "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
-        "share_expert_dim",
-    ),
-    "window": ("sliding_window", "sliding_window_size", "attention_window_size"),
-}  # fmt: skip
-"""What a value is called here, and the keys that have it, the first one present counting."""
 
 SHAPES = re.compile(
     r"layer|head(?!er)|(^|_)kv|window|sliding|chunk|dim($|_)|width|size|rank|expert|moe|ffn|intermediate|inner|mamba|ssm|conv|state"
@@ -86,7 +90,7 @@ class ConfigValues:
     def number(self, *names: str, default: int | None = None) -> int:
         """A whole number by its name here or by its key, at least 1, or 0 where 0 is the default. A list of equal
         numbers is one. Raises InputFileError."""
-        keys = [key for name in names for key in NAMES.get(name, (name,))]
+        keys = [key for name in names for key in NAMES.values.get(name, (name,))]
         self._read.update(keys)
         for key in keys:
             value = self._raw.get(key)

@@ -16,19 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ebbench.devices.checkpoint_types import CheckpointTypes, read_modules, read_types
-from ebbench.devices.families import (
-    DENSE_MLP,
-    EXPERTS,
-    FAMILIES,
-    FULL,
-    KIND_NAMES,
-    TEXT_PARTS,
-    TEXT_TYPES,
-    WINDOW,
-    Family,
-)
+from ebbench.devices.families import DENSE_MLP, EXPERTS, FAMILIES, FULL, TEXT_PARTS, WINDOW, Family
 from ebbench.devices.geometry import Mixer, ModelGeometry
-from ebbench.devices.mixer_rules import SHARES_CACHE, ConfigValues, head_dim_of, heads_of, shortened
+from ebbench.devices.mixer_rules import NAMES, SHARES_CACHE, ConfigValues, head_dim_of, heads_of, shortened
 from ebbench.devices.routers import FLOAT32
 from ebbench.errors import InputFileError
 from ebbench.foreign.documents import read_object
@@ -94,15 +84,6 @@ def _problem(key: str, value: Any) -> str:
 
 # Mistral's own format, `params.json`, in the words of a config.json (vLLM's `transformers_utils/configs`).
 
-_KEYS: dict[str, str] = {
-    "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads", "hidden_dim": "intermediate_size", "tied_embeddings": "tie_word_embeddings",
-}  # fmt: skip
-_EXPERTS = {
-    "num_experts": "n_routed_experts", "num_experts_per_tok": "num_experts_per_tok",
-    "expert_hidden_dim": "moe_intermediate_size", "num_shared_experts": "n_shared_experts",
-    "first_k_dense_replace": "first_k_dense_replace", "route_every_n": "moe_layer_freq",
-}  # fmt: skip
 _FP8 = "fp8_e4m3"
 _NO_SHAPE = ("expert_parallel", "expert_model_parallel", "num_expert_groups", "num_expert_groups_per_tok", "yarn",
              "llama_4_scaling")  # fmt: skip
@@ -111,12 +92,12 @@ _NO_SHAPE = ("expert_parallel", "expert_model_parallel", "num_expert_groups", "n
 
 def as_config(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Mistral's params.json as a config.json. Raises InputFileError for a quantization of another kind."""
-    config = {_KEYS.get(key, key): value for key, value in raw.items()}
+    config = {NAMES.params.get(key, key): value for key, value in raw.items()}
     config.setdefault("max_position_embeddings", 128_000)
     config["model_type"] = "mistral"
     experts = config.pop("moe", None)
     if isinstance(experts, dict):
-        config.update({_EXPERTS.get(str(key), str(key)): value for key, value in experts.items()})
+        config.update({NAMES.params_moe.get(str(key), str(key)): value for key, value in experts.items()})
         config["model_type"] = "mixtral"
     if config.get("qk_nope_head_dim"):
         config["model_type"] = "deepseek_v3"
@@ -151,24 +132,10 @@ _OF_ALL = (
 )  # fmt: skip
 _NESTED = ("sparse_attention_config", "linear_attn_config", "moe_config")
 """Objects within a config.json whose values count as the model's own."""
-_LISTS_OF_KINDS = ("layer_types", "layers_block_type", "layer_type_list", "hybrid_override_pattern")
+_LISTS_OF_KINDS = NAMES.superseded["kinds"].lists
+_KINDS = {name: kind for kind, names in NAMES.kinds.items() for name in names}
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4}
 _ENCODERS = ("is_encoder_decoder", "bert", "t5", "bart", "whisper")
-_SUPERSEDED = {
-    **dict.fromkeys(
-        _LISTS_OF_KINDS,
-        ("sliding_window_pattern", "_sliding_window_pattern", "global_attn_every_n_layers", "max_window_layers",
-         "full_attention_interval", "hybrid_layer_pattern", "attn_type_list", "layer_group_size", "attn_layer_period",
-         "attn_layer_offset", "full_attn_idxs", "attn_layer_indices", "block_types", "kda_layers", "full_attn_layers",
-         "sparse_attention_freq"),
-    ),
-    **dict.fromkeys(
-        ("mlp_layer_types", "is_moe_layer"),
-        ("first_k_dense_replace", "moe_layer_freq", "num_dense_layers", "first_last_k_dense_replace"),
-    ),
-    "moe_layers": ("interleave_moe_layer_step",),
-}  # fmt: skip
-"""What counts only where a list of the layers is not given."""
 ASSUME = "--assume-decoder"
 ASSUMED = Family(experts=True)
 """What ``--assume-decoder`` takes: usual names, softmax attention in every layer, experts where the config has some."""
@@ -202,7 +169,7 @@ def _text_part(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
         return dict(raw)
     outer = {key: raw[key] for key in _OF_ALL if raw.get(key) is not None}
     tied = {key: outer[key] for key in (_TIED,) if key in outer}  # vLLM too: whoever has the head says it
-    named = part.get("model_type") or TEXT_TYPES.get(str(raw.get("model_type")), raw.get("model_type"))
+    named = part.get("model_type") or NAMES.text_types.get(str(raw.get("model_type")), raw.get("model_type"))
     return {**outer, **{key: value for key, value in part.items() if value is not None}, **tied, "model_type": named}
 
 
@@ -231,7 +198,7 @@ def _geometry(
     v = ConfigValues(path, {**raw, **ChainMap(*reversed(nested))})
     v.understood((*_NESTED, *_OF_ALL))
     v.understood(family.understood)
-    v.understood(key for present, keys in _SUPERSEDED.items() if v.has(present) for key in keys)
+    v.understood(key for rule in NAMES.superseded.values() for given in rule.lists if v.has(given) for key in rule.keys)
     # The stated number of layers, else the number of kinds listed (Nemotron-H).
     listed = v.get("hybrid_override_pattern", "layers_block_type")
     layers = v.number("num_hidden_layers", default=len(listed) if isinstance(listed, str | list) and listed else None)
@@ -266,7 +233,7 @@ def _kinds(v: ConfigValues, family: Family, layers: int) -> list[str]:
         raise InputFileError(v.path, f"{key} must be a list with a layer each")
     elif len(listed) != layers:
         raise InputFileError(v.path, f"{key} has {len(listed)} entries for {layers} layers; it needs one each")
-    kinds = [KIND_NAMES.get(str(kind), str(kind)) for kind in listed]
+    kinds = [_KINDS.get(str(kind), str(kind)) for kind in listed]
     allowed = {*family.layers, *((DENSE_MLP, EXPERTS) if family.one_each else ())}
     for kind, name in zip(kinds, listed, strict=True):
         if kind not in allowed:
@@ -417,13 +384,6 @@ def _base(
     return model if set(model.mixers) == set(mixers) else replace(model, own_mixers=mixers)
 
 
-_ENCODER_SIZES = {
-    "layers": ("depth", "num_hidden_layers", "vt_num_hidden_layers", "encoder_layers", "num_layers", "layers"),
-    "hidden": ("embed_dim", "vt_hidden_size", "hidden_size", "d_model", "width"),
-    "inner": ("vt_intermediate_size", "intermediate_size", "encoder_ffn_dim"),
-}
-
-
 def _encoder_bytes(raw: Mapping[str, Any]) -> int:
     """About the bytes of the weights that read images and sound: four square projections and an MLP per layer."""
     total = 0
@@ -431,7 +391,7 @@ def _encoder_bytes(raw: Mapping[str, Any]) -> int:
         part = raw.get(key) or {}
         sizes = {
             name: next((part[key_given] for key_given in keys if isinstance(part.get(key_given), int)), 0)
-            for name, keys in _ENCODER_SIZES.items()
+            for name, keys in NAMES.encoders.items()
         }
         hidden = sizes["hidden"]
         gated = any(word in str(part.get("hidden_act")) for word in ("silu", "swi"))

@@ -11,13 +11,14 @@ repository's pull request 41332 took 30 to 43 us off each layer of that model on
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+import msgspec
 import numpy as np
 
 from ebbench.devices.base import COMPUTE_SHARE
 from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.profiles import DATA
 from ebbench.devices.surfaces import Array
+from ebbench.foreign.documents import read_toml
 from ebbench.spec.server import parse_release
 
 FLOAT32, TF32 = "float32", "tf32"
@@ -26,27 +27,15 @@ LAUNCHES_S = 5e-6
 """Of the conversion and of the product: what no token adds to."""
 
 
-class _Measured(NamedTuple):
-    """Times (us) by tokens, and the operations per second that more tokens cannot exceed (H200's data sheet)."""
+class _Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An entry of ``data/routers.toml``."""
 
     tokens: tuple[int, ...]
     times_us: tuple[float, ...]
     flops_per_s: float
 
 
-_TIMES = {
-    # 2 tokens took 72 us: a kernel that no other number gets, left out.
-    FLOAT32: _Measured(
-        (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
-        (7.5, 20.2, 16.7, 22.3, 63.2, 63.3, 69.3, 77.8, 96.8, 111.0),
-        67e12,
-    ),
-    TF32: _Measured(
-        (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
-        (10.9, 12.0, 12.0, 12.2, 19.9, 20.1, 20.2, 22.6, 25.8, 32.8),
-        494e12,
-    ),
-}
+_TIMES = msgspec.convert(read_toml(DATA / "routers.toml"), dict[str, _Measured])
 _OWN_KERNEL = frozenset({(3072, 256), (6144, 128), (6144, 256)})
 _FEW_TOKENS = 32
 _HOPPER, _BLACKWELL = frozenset({"h100", "h100-pcie", "h200"}), frozenset({"b200", "b300", "gb200", "gb300"})

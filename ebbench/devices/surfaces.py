@@ -424,10 +424,10 @@ def _rows(kind: str, columns: tuple[str, ...], device: str, key: dict[str, int |
 def _from_joint(device: str, key: dict[str, int | str], batched: dict[tuple[int, ...], float]) -> Surfaces:
     rows = _rows("mixed", ("chunk", "before", "seqs", "context"), device, key)
     contexts = sorted({k for (_, _, s, k) in rows if s})
-    lone = {(c, 0): rows[c, 0, 0, 0] for c in CHUNKS}
+    lone = {c: rows[c, 0, 0, 0] for c in CHUNKS}
     slopes = {c: _context_slope(rows, c) for c in CHUNKS}
     per_pair = slopes[CHUNKS[-1]] / CHUNKS[-1]
-    longer = {(chunk, 0): t for (seqs, chunk), t in batched.items() if seqs == 1 and chunk > CHUNKS[-1]}
+    longer = {chunk: t for (seqs, chunk), t in batched.items() if seqs == 1 and chunk > CHUNKS[-1]}
     first = _by_length({**lone, **longer}, per_pair)
     first_context = _slope_by_length(slopes, per_pair)
     following, next_context = _further_prompts(batched, first, per_pair)
@@ -494,12 +494,11 @@ def _batched_prompts(device: str, key: dict[str, int | str]) -> dict[tuple[int, 
     return _rows("prefill", ("seqs", "chunk"), device, key)
 
 
-def _by_length(points: Mapping[tuple[int, int], float], per_pair: float) -> Array:
+def _by_length(points: Mapping[int, float], per_pair: float) -> Array:
     """A single prompt's cost at every length; beyond the last point it grows with the number of query-key pairs."""
-    lengths = sorted(c for c, _ in points)
-    times = np.array([points[c, 0] for c in lengths])
+    lengths = sorted(points)
     x = np.arange(MAX_CHUNK + 1, dtype=float)
-    inside = np.interp(x, lengths, np.maximum.accumulate(times))
+    inside = np.interp(x, lengths, np.maximum.accumulate([points[c] for c in lengths]))
     beyond = np.maximum(x**2 - lengths[-1] ** 2, 0.0) / 2 * per_pair
     return np.asarray(inside + beyond)
 
@@ -524,10 +523,7 @@ def _further_prompts(batched: Mapping[tuple[int, ...], float], first: Array, per
             marginal[chunk] = max((batched[many, chunk] - batched[few, chunk]) / (many - few), 0.0)
     if not marginal:  # no batched table: full tiles at the rate of a long chunk
         return np.asarray(np.minimum(rows * (rows / 2 + TILE_ROWS / 2) * per_pair, first)), context
-    lengths = sorted(marginal)
-    inside = np.interp(x, [0, *lengths], np.maximum.accumulate([0.0, *(marginal[c] for c in lengths)]))
-    beyond = np.maximum(x**2 - lengths[-1] ** 2, 0.0) / 2 * per_pair
-    return np.asarray(inside + beyond), context
+    return _by_length({0: 0.0, **marginal}, per_pair), context
 
 
 # --- pure tables only -------------------------------------------------------------------------------------------
@@ -543,9 +539,9 @@ def _from_pure(
     """
     rows = _rows("decode", ("seqs", "context"), device, key)
     decode = _pure_decode(rows, max(_stream_rate(rows), stream_s))
-    lone = {(c, 0): t for (s, c), t in batched.items() if s == 1}
-    *_, short, _, long = sorted(c for c, _ in lone)
-    per_pair = 2 * (lone[long, 0] - lone[short, 0]) / (long**2 - short**2)
+    lone = {c: t for (s, c), t in batched.items() if s == 1}
+    *_, short, _, long = sorted(lone)
+    per_pair = 2 * (lone[long] - lone[short]) / (long**2 - short**2)
     first = _by_length(lone, per_pair)
     following, next_context = _further_prompts(batched, first, per_pair)
     contexts = sorted(c for s, c in rows if s == 1)
@@ -561,10 +557,10 @@ def library_surfaces(rows: Rows, stream_s: float = 0.0) -> Surfaces:
     A module's decodes add to a step with prompts what exceeds the smallest decode: its weights are read once. What has
     a state in place of a cache takes as long after any context.
     """
-    alone = {(chunk, 0): time for (prompts, chunk), time in rows.prompt.items() if prompts == 1}
+    alone = {chunk: time for (prompts, chunk), time in rows.prompt.items() if prompts == 1}
     growth: dict[int, list[float]] = {}
     for (chunk, cached), time in rows.following.items():
-        growth.setdefault(chunk, []).append(max(time - alone[chunk, 0], 0.0) / cached)
+        growth.setdefault(chunk, []).append(max(time - alone[chunk], 0.0) / cached)
     slopes = {chunk: float(np.mean(times)) for chunk, times in growth.items()}
     per_pair = slopes[max(slopes)] / max(slopes)
     first = _by_length(alone, per_pair)

@@ -273,6 +273,8 @@ class StandInExecutor(Executor):  # type: ignore[misc]
     supports_pp = False
     layout: KvLayout | None = None
     """Groups of layers that keep different amounts; None: every layer keeps every token."""
+    _sampled: Future[Any]
+    """The tokens of the step queued last."""
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:
@@ -281,6 +283,10 @@ class StandInExecutor(Executor):  # type: ignore[misc]
 
     def _init_executor(self) -> None:
         return None
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        """The tokens of the step queued last."""
+        return self._sampled if non_block else self._sampled.result()
 
     def collective_rpc(
         self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None, non_block: bool = False
@@ -416,10 +422,6 @@ class VirtualExecutor(StandInExecutor):
         self.on_step(step, start_ns, self.free_ns)
         self._sampled = VirtualFuture(self.clock, self.free_ns, step.output)
         return done(None) if non_block else None
-
-    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
-        """The tokens of the step queued last."""
-        return self._sampled if non_block else self._sampled.result()
 
     def take_draft_token_ids(self) -> Any:
         """The drafts for the next step, without asynchronous scheduling."""

@@ -111,10 +111,6 @@ class EmulatedExecutor(StandInExecutor):
         self._sampled = RealTimeFuture(self._free_ns, step.output)
         return done(None) if non_block else None
 
-    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
-        """The tokens of the step queued last."""
-        return self._sampled if non_block else self._sampled.result()
-
 
 def read_settings(additional_config: object) -> EmulatedSettings:
     """The device to emulate. Raises UsageError."""

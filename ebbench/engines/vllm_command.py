@@ -299,27 +299,32 @@ def _plugin_config(serving: Serving) -> dict[str, object]:
     )
 
 
+_ALWAYS = ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "async_scheduling")
+_OF_A_GPU = ("quantization", "kv_cache_dtype", "gpu_memory_utilization")
+"""Options that an emulated server has from its own configuration instead."""
+_WHERE_GIVEN = (
+    "enforce_eager", *_OF_A_GPU, "max_num_active_seqs", "max_num_queued_reqs", "max_num_queued_tokens",
+    "scheduling_policy", "long_prefill_token_threshold", "long_prefill_token_threshold_adaptive",
+    "scheduler_reserve_full_isl",
+)  # fmt: skip
+"""Options that are left out where they have their defaults, which are vLLM's; older versions lack most of them."""
+
+
 def _option_arguments(options: EngineOptions, emulated: bool) -> list[str]:
-    arguments = [
-        "--max-num-seqs", str(options.max_num_seqs),
-        "--max-num-batched-tokens", str(options.max_num_batched_tokens),
-        "--enable-prefix-caching" if options.enable_prefix_caching else "--no-enable-prefix-caching",
-        "--async-scheduling" if options.async_scheduling else "--no-async-scheduling",
-    ]  # fmt: skip
-    if options.enforce_eager:
-        arguments.append("--enforce-eager")
-    if options.quantization is not None and not emulated:
-        arguments += ["--quantization", options.quantization]
-    if options.kv_cache_dtype != "auto" and not emulated:
-        arguments += ["--kv-cache-dtype", options.kv_cache_dtype]
-    if options.gpu_memory_utilization is not None and not emulated:
-        arguments += ["--gpu-memory-utilization", f"{options.gpu_memory_utilization:g}"]
-    arguments += _limit_arguments(options)
+    given = [name for name in _WHERE_GIVEN if getattr(options, name) != getattr(EngineOptions, name)]
+    names = [name for name in (*_ALWAYS, *given) if not (emulated and name in _OF_A_GPU)]
+    arguments = [word for name in names for word in _option_words(name.replace("_", "-"), getattr(options, name))]
     if emulated:
         arguments += ["--block-size", str(options.block_size)]
     elif options.num_kv_blocks is not None:
         arguments += _block_arguments(options.num_kv_blocks, options.block_size)
     return arguments
+
+
+def _option_words(name: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, bool):
+        return (f"--{name}" if value else f"--no-{name}",)
+    return f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _block_arguments(blocks: int, block_tokens: int) -> list[str]:
@@ -333,22 +338,6 @@ def _block_arguments(blocks: int, block_tokens: int) -> list[str]:
         blocks = blocks * block_tokens // larger
         size = ["--block-size", str(larger)]
     return [*size, "--num-gpu-blocks-override", str(blocks + 1)]
-
-
-def _limit_arguments(options: EngineOptions) -> list[str]:
-    """The limits that differ from vLLM's defaults; older versions lack most of them."""
-    names = ("max_num_active_seqs", "max_num_queued_reqs", "max_num_queued_tokens")
-    given = [(name, getattr(options, name)) for name in names if getattr(options, name) is not None]
-    if options.by_priority:
-        given.append(("scheduling_policy", options.scheduling_policy))
-    if options.long_prefill_token_threshold:
-        given.append(("long_prefill_token_threshold", options.long_prefill_token_threshold))
-    arguments = [word for name, value in given for word in ("--" + name.replace("_", "-"), str(value))]
-    if options.long_prefill_token_threshold_adaptive:
-        arguments.append("--long-prefill-token-threshold-adaptive")
-    if not options.scheduler_reserve_full_isl:
-        arguments.append("--no-scheduler-reserve-full-isl")
-    return arguments
 
 
 def hub_name(model: str) -> str:

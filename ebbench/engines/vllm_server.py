@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 
 from ebbench.errors import RunError
+from ebbench.foreign.documents import read_toml
 from ebbench.process.child import KILL_WAIT_S, Child, supervised
 
 # What a vLLM server's output says: why it ended, with what to do where that is known, and its KV cache.
@@ -64,26 +65,6 @@ _FOLLOWS = ("Engine core initialization failed", "WorkerProc initialization fail
 """Errors that report another one, which another process wrote."""
 _PYDANTIC = re.compile(r"^\d+ validation errors? for ")
 _INPUT = re.compile(r" \[type=.*")
-_REMEDIES = {
-    re.compile(r"[Aa]ddress already in use"): "choose another --port, or end what listens there",
-    re.compile(r"Unsupported speculative method: '\w*mtp'"): (
-        "vLLM finds no layers for multi-token prediction in this model; draft by another method, such as ngram"
-    ),
-    re.compile(r"num_speculative_tokens was provided but without speculative model"): (
-        'name the drafting model or head as "model" in --speculative-config'
-    ),
-    re.compile(
-        r"Unsupported speculative method|Duplicate layer name|Model architectures \['(Eagle|DFlash|DSpark|Medusa)"
-    ): (
-        'the "model" in --speculative-config holds no head for this method; name one that does, or draft by another '
-        "method, such as ngram"
-    ),
-    re.compile(r"pin_memory=True requires"): "what was asked for needs a GPU; to draft on a CPU use the method ngram",
-    re.compile(r"num_speculative_tokens must be provided"): (
-        'say how many tokens are drafted as "num_speculative_tokens" in --speculative-config'
-    ),
-}
-"""What to do about errors of vLLM (0.32) that do not say it."""
 _LONGEST = 400  # characters of an error that are shown
 
 
@@ -107,7 +88,8 @@ def explain(output: str) -> str:
     if remedy := memory_remedy(output):
         return remedy
     reason = first_error(output)
-    remedy = next((remedy for error, remedy in _REMEDIES.items() if error.search(reason)), None)
+    remedies = read_toml(Path(__file__).with_name("vllm_errors.toml"))["remedies"]
+    remedy = next((remedy for error, remedy in remedies if re.search(error, reason)), None)
     return f"{reason} ({remedy})" if remedy else reason
 
 

@@ -16,7 +16,7 @@ import re
 import stat
 import tomllib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -428,6 +428,15 @@ def read_toml(path: Path) -> dict[str, Any]:
         line = _TOML_LINE.search(str(error))
         raise InputFileError(path, f"is not valid TOML: {error}", int(line[1]) if line else None) from None
     return tables
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML writes it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)} = {toml_value(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
 def yaml_document(path: Path, content: bytes) -> Any:

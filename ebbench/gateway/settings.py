@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ebbench.config.declare import POSITIVE, check_fields, check_ranges, declare
+from ebbench.config.declare import check_ranges, declare
 from ebbench.config.server_url import ServerUrl
 from ebbench.dispatch import DEFAULT_DISPATCH, parse_dispatch
 from ebbench.errors import UsageError
@@ -53,9 +53,9 @@ class GatewaySettings:
     eject_after: int = declare(2, "Consecutive failed checks that eject an upstream.", _UPSTREAMS, at_least=1)
     return_after: int = declare(1, "Consecutive passed checks that return it.", _UPSTREAMS, at_least=1)
     drain_s: float = declare(30.0, "Seconds for open requests at shutdown.", _SERVER, at_least=0)
-    health_timeout_s: float = 2.0
-    connect_timeout_s: float = 5.0
-    start_timeout_s: float = 5.0
+    health_timeout_s: float = declare(2.0, above=0)
+    connect_timeout_s: float = declare(5.0, above=0)
+    start_timeout_s: float = declare(5.0, above=0)
 
     def servers(self) -> tuple[ServerUrl, ...]:
         """The upstreams. Raises UsageError for what is no URL of a server."""
@@ -73,7 +73,6 @@ class GatewaySettings:
         if self.signals and len(self.signals) != len(self.upstreams):
             raise UsageError(f"give --signals once for each of the {len(self.upstreams)} upstreams, in the same order")
         check_ranges(self)
-        check_fields(self, ("health_timeout_s", "connect_timeout_s", "start_timeout_s"), POSITIVE)
         for endpoint in self.signals:
             try:
                 endpoint_of_rank(endpoint, 0)

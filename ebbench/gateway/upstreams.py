@@ -155,9 +155,7 @@ class Upstreams:
 
         It counts as one failed health check, since the connection alone may have broken.
         """
-        upstream.passed_checks, upstream.failed_checks = 0, upstream.failed_checks + 1
-        if upstream.state == "active" and upstream.failed_checks >= self._settings.eject_after:
-            self._eject(upstream)
+        self._record_check(upstream, healthy=False)
 
     def drain(self, url: str, *, drain: bool) -> Upstream:
         """Send no new request to an upstream, or (``drain`` False) send requests again.

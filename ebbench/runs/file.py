@@ -14,7 +14,7 @@ import msgspec
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_VLLM, Declared, declared_in
 from ebbench.engines.base import refuse_server_settings
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.foreign.documents import load_toml, read_toml
+from ebbench.foreign.documents import load_toml, read_toml, toml_value
 from ebbench.spec.commands import DEFAULTS, SET_BY_SEARCH, PlanCommand, RunCommand, SearchCommand
 from ebbench.spec.run import RunSpec, known_settings, make_spec, named_as_keys, settings_of
 from ebbench.spec.server import ONLY_SIMULATED, VIRTUAL_TIME, is_server, version_defaults
@@ -166,8 +166,8 @@ def as_toml(spec: RunSpec, stated: Mapping[str, Any]) -> str:
 
     ``stated``: keys that are written first, whatever their values: those of :data:`FURTHER`, ``policy`` and others.
     """
-    lines = [f"workload = {_value(spec.plan.workload)}"]
-    lines += [f"{key} = {_value(value)}" for key, value in stated.items()]
+    lines = [f"workload = {toml_value(spec.plan.workload)}"]
+    lines += [f"{key} = {toml_value(value)}" for key, value in stated.items()]
     known, values, others = known_settings(), settings_of(spec), version_defaults(spec.server.vllm_version)
     written = [declared for name, declared in known.items() if name not in ("workload", *stated)]
 
@@ -190,11 +190,13 @@ def _panel(declared: Declared) -> str:
 
 
 def _line(declared: Declared, value: Any, default: Any) -> str:
-    return f"{declared.name} = {_value(value)}" if value is not None and value != default else _comment(declared, value)
+    if value is None or value == default:
+        return _comment(declared, value)
+    return f"{declared.name} = {toml_value(value)}"
 
 
 def _comment(declared: Declared, value: Any) -> str:
-    return f"# {declared.name} ={'' if value is None else f' {_value(value)}'}  # {_help_text(declared)}"
+    return f"# {declared.name} ={'' if value is None else f' {toml_value(value)}'}  # {_help_text(declared)}"
 
 
 def _help_text(declared: Declared) -> str:
@@ -237,12 +239,12 @@ def job_file(name: str, path: str) -> str:
     own = {"run": FURTHER, "capacity": declared_in(SearchCommand), "sweep": {}}[job.command]
     hidden = {"run": (), "capacity": {*SET_BY_SEARCH} - {*own}, "sweep": _GRID}[job.command]
     known = {key: declared for key, declared in {**known_settings(), **own}.items() if key not in hidden}
-    chosen_lines = [f"{key} = {_value(value)}  # {_help_text(known[key])}" for key, value in job.chosen.items()]
+    chosen_lines = [f"{key} = {toml_value(value)}  # {_help_text(known[key])}" for key, value in job.chosen.items()]
     others = [declared for key, declared in known.items() if key not in job.chosen and _matters_to_job(declared, job)]
     lines = [f"# {job.about}", f"# Run it: ebbench {job.command} {path}", ""]
     if job.command == "sweep":
         lines += ['name = "sweep"', "repeats = 1  # seeds seed, seed + 1, ...", "", "[grid]  # lists"]
-        lines += [f"{key} = {_value(values)}" for key, values in _GRID.items()]
+        lines += [f"{key} = {toml_value(values)}" for key, values in _GRID.items()]
         lines += ["", "[common]  # the same for all cells"]
     comments = _by_panel(others, lambda declared: _comment(declared, DEFAULTS.get(declared.name, declared.default)))
     chosen_lines += ["", "# What follows are defaults: remove the first # to change one."]
@@ -255,12 +257,3 @@ def _matters_to_job(declared: Declared, job: Job) -> bool:
     if declared.name in ("calibration", "vllm_options"):
         return job.chosen.get("engine") == "vllm"
     return declared.option is not None
-
-
-def _value(value: Any) -> str:
-    """A value as TOML writes it."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_value(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)

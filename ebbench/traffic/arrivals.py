@@ -46,10 +46,19 @@ def step_edges(count: int, per_step: float) -> Ints:
     return edges
 
 
-def gaps_at(shares: Floats, means: Sequence[float]) -> Floats:
-    """The gaps below which these shares lie, from means of equally many sorted gaps."""
-    gaps: Floats = np.interp(shares, (np.arange(len(means)) + 0.5) / len(means), means)
-    return gaps
+def values_at(means: Sequence[float], shares: Floats) -> Floats:
+    """The values below which these shares of a distribution lie, from means of equally many sorted values, lowest
+    first, by interpolation between them; shape of ``shares``."""
+    if not len(means):
+        raise ValueError("a distribution needs at least one value")
+    values: Floats = np.interp(shares, (np.arange(len(means)) + 0.5) / len(means), means)
+    return values
+
+
+def even_shares(rng: np.random.Generator, n: int) -> Floats:
+    """``n`` shares in random order, one in each of ``n`` equal parts of (0, 1): a draw without clusters."""
+    shares: Floats = (rng.permutation(n) + rng.random(n)) / max(n, 1)
+    return shares
 
 
 def stepped_gaps(
@@ -80,7 +89,7 @@ def stepped_gaps(
     wanted = np.diff(ends, prepend=0.0)
     seconds = wanted * np.asarray(widths, np.float64)[place] / np.mean(widths)  # in mean gaps
     step = np.repeat(np.arange(len(busy_steps)), sizes)
-    drawn = gaps_at((rng.permutation(n) + rng.random(n)) / n, means)
+    drawn = values_at(means, even_shares(rng, n))
     order = order_with(step, drawn, rng, means=seconds / sizes, roots=np.asarray(roots)[place])
     gaps = _with_longest(drawn[order], starts, sizes, seconds)
     totals = np.add.reduceat(gaps, starts)
@@ -355,7 +364,7 @@ def arrival_times(
     else:
         drawn = rng.gamma(burstiness, 1.0 / burstiness, size=n)
     if gaps:
-        drawn = gaps_at((rng.permutation(n) + 0.5) / max(n, 1), gaps)
+        drawn = values_at(gaps, (rng.permutation(n) + 0.5) / max(n, 1))
     if even and n:
         drawn /= drawn.mean()
     operational = np.cumsum(drawn) / rate_per_s

@@ -9,6 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from ebbench.errors import UsageError
+from ebbench.foreign.documents import toml_value
 from ebbench.traffic.arrivals import relative_roots, step_edges, stretch_centres
 from ebbench.traffic.lengths import LengthSpec
 from ebbench.workloads.fitted import (
@@ -233,7 +234,7 @@ def _sessions(requests: Requests) -> Sessions:
     grown = later[previous[later] >= 0]
     added = requests.input_tokens[grown] - total[previous[grown]]
     anew = requests.input_tokens[later[previous[later] < 0]]
-    aside = grown[~np.isin(_streams(requests)[grown - 1], _streams(requests)[requests.turn == 0])]
+    aside = grown[~np.isin(requests.streams[grown - 1], requests.streams[requests.turn == 0])]
     return Sessions(
         turns=fit_points(np.bincount(requests.session)),
         added=fit_points(np.maximum(added, 1)) if len(added) else (1.0,),
@@ -302,13 +303,9 @@ def _with_overlap(sessions: Sessions, requests: Requests, s_per_output_token: fl
     return replace(sessions, added=points(added, ~side, 2) or sessions.added, overlap=overlap)
 
 
-def _streams(requests: Requests) -> Int64s:
-    return requests.session if requests.content is None else requests.content
-
-
 def _previous(requests: Requests) -> Int64s:
     """Row of the turn whose history each prompt continues, -1 where it begins anew."""
-    streams = _streams(requests)
+    streams = requests.streams
     order = np.argsort(streams, kind="stable")
     same = np.flatnonzero(np.diff(streams[order]) == 0)
     previous: Int64s = np.full(len(streams), -1, np.int64)
@@ -342,7 +339,7 @@ def _write(table: dict[str, Any], path: tuple[str, ...], lines: list[str]) -> No
     }
     for key, value in table.items():
         if key not in nested and key not in several:
-            lines.append(f"{key} = {_literal(value)}")
+            lines.append(f"{key} = {toml_value(value)}")
     for key, value in nested.items():
         lines += ["", f"[{'.'.join((*path, key))}]"]
         _write(value, (*path, key), lines)
@@ -350,13 +347,3 @@ def _write(table: dict[str, Any], path: tuple[str, ...], lines: list[str]) -> No
         for entry in entries:
             lines += ["", f"[[{'.'.join((*path, key))}]]"]
             _write(entry, (*path, key), lines)
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return msgspec.json.encode(value).decode()
-    if isinstance(value, list):
-        return f"[{', '.join(_literal(entry) for entry in value)}]"
-    return repr(value)

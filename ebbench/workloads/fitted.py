@@ -6,13 +6,14 @@ over more of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.traffic.arrivals import order_with, relative_roots, substream
+from ebbench.traffic.arrivals import even_shares, order_with, relative_roots, substream, values_at
 from ebbench.traffic.lengths import LONGEST
 from ebbench.workloads.overlap import MAIN, Overlap, draw_order, draw_session, pauses_before
 from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, single_turn
@@ -93,36 +94,26 @@ GROUP = 8
 """Fewest requests behind a number of a fitted file."""
 
 
-class Points(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A distribution by means of equally many sorted values, lowest first; drawn by interpolation between them."""
+def draw_values(means: Sequence[float], rng: np.random.Generator, n: int) -> Floats:
+    """``n`` values of a distribution in random order, by :func:`ebbench.traffic.arrivals.values_at`."""
+    return values_at(means, even_shares(rng, n))
 
-    means: tuple[float, ...]
 
-    def __post_init__(self) -> None:
-        if not self.means:
-            raise ValueError("a distribution needs at least one value")
-
-    def at(self, shares: Floats) -> Floats:
-        """The values below which these shares of the distribution lie; shape of ``shares``."""
-        places = (np.arange(len(self.means)) + 0.5) / len(self.means)
-        values: Floats = np.interp(shares, places, self.means)
-        return values
-
-    def tailed_at(self, shares: Floats) -> Floats:
-        """As :meth:`at`, with an exponential tail: the values of the highest group are above those of the next by
-        exponential numbers, and have its mean. Without one none would be above that mean."""
-        values = self.at(shares)
-        count = len(self.means)
-        if count > 1:
-            below, mean = sum(self.means[-2:]) / 2, self.means[-1]
-            highest = shares > 1 - 1 / count
-            above = np.minimum(shares[highest] * count - (count - 1), 1 - 1e-9)
-            values[highest] = below - (mean - below) * np.log1p(-above)
-        return values
+def tailed_at(means: Sequence[float], shares: Floats) -> Floats:
+    """As ``values_at``, with an exponential tail: the values of the highest group are above those of the next by
+    exponential numbers, and have its mean. Without one none would be above that mean."""
+    values = values_at(means, shares)
+    count = len(means)
+    if count > 1:
+        below, mean = sum(means[-2:]) / 2, means[-1]
+        highest = shares > 1 - 1 / count
+        above = np.minimum(shares[highest] * count - (count - 1), 1 - 1e-9)
+        values[highest] = below - (mean - below) * np.log1p(-above)
+    return values
 
 
 def fit_points(values: Any, digits: int = 2, most: int = 48, tailed: bool = False) -> tuple[float, ...]:
-    """Means of groups of sorted values for :class:`Points`, moved so that draws have the values' mean."""
+    """Means of groups of sorted values for :func:`draw_values`, moved so that draws have the values' mean."""
     ordered = np.sort(np.asarray(values, np.float64))
     count = max(1, min(most, len(ordered) // GROUP))
     means = np.array([group.mean() for group in np.array_split(ordered, count)])
@@ -293,15 +284,9 @@ def _draw_repeats(ranges: tuple[Repeated, ...], blocks: Int64s, rng: np.random.G
     lags, depths = np.ones(len(blocks)), np.ones(len(blocks))
     for place, repeated in enumerate(ranges):
         rows = np.flatnonzero(which == place)
-        lags[rows] = Points(means=repeated.lag).at(_even(rng, len(rows)))
-        depths[rows] = Points(means=repeated.depth).at(_even(rng, len(rows)))
+        lags[rows] = draw_values(repeated.lag, rng, len(rows))
+        depths[rows] = draw_values(repeated.depth, rng, len(rows))
     return lags, depths
-
-
-def _even(rng: np.random.Generator, n: int) -> Floats:
-    """``n`` shares in random order, one in each of ``n`` equal parts of (0, 1): a draw without clusters."""
-    shares: Floats = (rng.permutation(n) + rng.random(n)) / max(n, 1)
-    return shares
 
 
 def _draw_lengths(
@@ -313,17 +298,17 @@ def _draw_lengths(
     """
     rng = substream(seed, "content/fitted")
     shares = np.array([lengths.share for lengths in bins])
-    which = np.searchsorted(np.cumsum(shares / shares.sum())[:-1], _even(rng, n), side="right")
+    which = np.searchsorted(np.cumsum(shares / shares.sum())[:-1], even_shares(rng, n), side="right")
     inputs, outputs, repeated = np.ones(n), np.ones(n), np.zeros(n)
     for place, lengths in enumerate(bins):
         rows = np.flatnonzero(which == place)
-        inputs[rows] = Points(means=lengths.input).at(_even(rng, len(rows)))
-        outputs[rows] = Points(means=lengths.output).at(_even(rng, len(rows)))
+        inputs[rows] = draw_values(lengths.input, rng, len(rows))
+        outputs[rows] = draw_values(lengths.output, rng, len(rows))
         if lengths.repeated:
-            repeated[rows] = Points(means=lengths.repeated).at(_even(rng, len(rows)))
+            repeated[rows] = draw_values(lengths.repeated, rng, len(rows))
     if all_outputs:
-        shares = np.sort(_even(rng, n))
-        drawn = Points(means=all_outputs).tailed_at(shares)
+        shares = np.sort(even_shares(rng, n))
+        drawn = tailed_at(all_outputs, shares)
         outputs[np.lexsort((rng.random(n), outputs))] = np.floor(drawn + rng.random(n))  # their mean stays
     return _tokens(inputs), _tokens(outputs), repeated
 
@@ -344,12 +329,12 @@ def _tokens(values: Floats) -> Int32s:
 
 def _draw_sessions(fitted: Fitted, fitted_sessions: Sessions, sessions: int, seed: int) -> Requests:
     rng = substream(seed, "content/turns")
-    turns = np.maximum(1, np.rint(Points(means=fitted_sessions.turns).at(_even(rng, sessions)))).astype(np.int64)
+    turns = np.maximum(1, np.rint(draw_values(fitted_sessions.turns, rng, sessions))).astype(np.int64)
     n = int(turns.sum())
     inputs, outputs, _ = _draw_lengths(fitted.lengths, n, seed)
     session = np.repeat(np.arange(sessions), turns)
     turn = (np.arange(n) - np.repeat(np.cumsum(turns) - turns, turns)).astype(np.int32)
-    added = Points(means=fitted_sessions.added).at(_even(rng, n))
+    added = draw_values(fitted_sessions.added, rng, n)
     if fitted_sessions.overlap is not None:
         return _draw_overlapping(
             fitted_sessions, fitted_sessions.overlap, (session, turn, inputs, outputs, added), seed
@@ -358,12 +343,12 @@ def _draw_sessions(fitted: Fitted, fitted_sessions: Sessions, sessions: int, see
     aside = substream(seed, "content/fresh")
     if fitted_sessions.fresh_input:
         rows = np.flatnonzero(fresh & (turn > 0))
-        inputs[rows] = _tokens(Points(means=fitted_sessions.fresh_input).at(_even(aside, len(rows))))
+        inputs[rows] = _tokens(draw_values(fitted_sessions.fresh_input, aside, len(rows)))
     prompts, content = _growing(turn, inputs, outputs, added, fresh, aside.random(n) < fitted_sessions.resumes)
     pause: Any = None
     tool_share: Any = None
     if fitted_sessions.pause_s:
-        pause = Points(means=fitted_sessions.pause_s).at(_even(rng, n))
+        pause = draw_values(fitted_sessions.pause_s, rng, n)
         if fitted_sessions.tools is not None:
             by_tools = _tool_pauses(fitted_sessions, pause, seed) < fitted_sessions.tools
             tool_share = np.where(turn > 0, by_tools, np.nan)
@@ -374,10 +359,10 @@ def _draw_sessions(fitted: Fitted, fitted_sessions: Sessions, sessions: int, see
 def _tool_pauses(fitted_sessions: Sessions, pause_s: Floats, seed: int) -> Floats:
     """A number in [0, 1) per row, below ``tools`` where tools take the pause; ``pause_s`` then gets one of theirs."""
     rng = substream(seed, "content/tools")
-    draws = _even(rng, len(pause_s))
+    draws = even_shares(rng, len(pause_s))
     rows = np.flatnonzero(draws < (fitted_sessions.tools or 0.0))
     if fitted_sessions.tool_pause_s:
-        pause_s[rows] = Points(means=fitted_sessions.tool_pause_s).at(_even(rng, len(rows)))
+        pause_s[rows] = draw_values(fitted_sessions.tool_pause_s, rng, len(rows))
     return draws
 
 
@@ -389,7 +374,7 @@ def _draw_overlapping(
     n, rng = len(turn), substream(seed, "content/overlap")
 
     def of(means: tuple[float, ...], otherwise: tuple[float, ...] = (0.0,)) -> Floats:
-        return Points(means=means or otherwise).at(_even(rng, n))
+        return draw_values(means or otherwise, rng, n)
 
     alone, *beside = (of(seconds) for seconds in (fitted_sessions.pause_s, overlap.fork_pause_s, overlap.side_pause_s))
     by_tools = _tool_pauses(fitted_sessions, alone, seed)
@@ -429,7 +414,7 @@ def _in_order(requests: Requests, order: Int64s) -> Requests:
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
     rows = np.argsort(place[requests.session], kind="stable")
-    content = requests.session if requests.content is None else requests.content
+    content = requests.streams
     return requests.taken(rows, place[requests.session][rows], content=content[rows])
 
 

@@ -21,6 +21,11 @@ from ebbench.foreign.documents import read_toml
 from ebbench.workloads.files import LogFile
 from vllm_eb.settings import name_hint
 
+_KNOWN = msgspec.convert(read_toml(Path(__file__).with_name("log_columns.toml")), dict[str, dict[str, tuple[str, ...]]])
+ALIASES: Mapping[str, tuple[str, ...]] = _KNOWN["names"]
+"""Recognised names per role, the preferred first. Units stand in the name: ``start_ns``, ``latency_ms``."""
+_NO_ERROR, _UNSUCCESSFUL = (frozenset(_KNOWN["values"][name]) for name in ("no_error", "unsuccessful"))
+
 # Which rows of a log are failed requests: by a status, an error or a flag of success, under usual names.
 
 ROLES = ("status", "error", "success")
@@ -37,26 +42,6 @@ _HTTP = re.compile(r"(\d{3})(?:\.0)?(?:\s.*)?")
 """A code of HTTP, also as pandas writes it (500.0) or with its reason (503 Service Unavailable)."""
 _ALSO_OTHER = ("code", "sc", "outcome", "state", "result", "finish_reason", "stop_reason")
 """Names of a status that also have other meanings: the values must be those of a status."""
-_NOTHING = {
-    "",
-    "-",
-    "null",
-    "none",
-    "nan",
-    "n/a",
-    "na",
-    "false",
-    "f",
-    "no",
-    "n",
-    "0",
-    "0.0",
-    "ok",
-    "success",
-    "{}",
-    "[]",
-}
-"""Values of an error's column without an error, in small letters."""
 
 
 def failure_reader(columns: Columns, log: LogFile) -> Callable[[Mapping[str, Any]], tuple[str, str] | None]:
@@ -119,18 +104,12 @@ def _error(value: Any) -> str:
         return ""
     text = _lower_text(value)
     code = _HTTP.fullmatch(text)
-    return "" if text in _NOTHING or (code and int(code[1]) < 400) else "an error"
+    return "" if text in _NO_ERROR or (code and int(code[1]) < 400) else "an error"
 
 
 def _unsuccessful(value: Any) -> str:
     return "success false" if value is not None and _lower_text(value) in _UNSUCCESSFUL else ""
 
-
-_UNSUCCESSFUL = {"false", "f", "no", "n", "0", "0.0", "failed", "error", "ko"}
-ALIASES: Mapping[str, tuple[str, ...]] = msgspec.convert(
-    read_toml(Path(__file__).with_name("log_columns.toml")), dict[str, tuple[str, ...]]
-)
-"""Recognised names per role, the preferred first. Units stand in the name: ``start_ns``, ``latency_ms``."""
 
 _UNIT = re.compile(r"_(ns|us|ms|s|sec|secs|seconds|milliseconds)$")
 _UNITS = {"sec": "s", "secs": "s", "seconds": "s", "milliseconds": "ms"}

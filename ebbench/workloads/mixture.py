@@ -261,7 +261,7 @@ def _contents(parts: Sequence[Requests]) -> Int64s:
     """Content streams, numbered anew so that no two classes have one in common."""
     streams_of_parts, first = [], 0
     for part in parts:
-        streams, numbered = np.unique(part.session if part.content is None else part.content, return_inverse=True)
+        streams, numbered = np.unique(part.streams, return_inverse=True)
         streams_of_parts.append(numbered + first)
         first += len(streams)
     return np.concatenate(streams_of_parts).astype(np.int64)

@@ -108,7 +108,7 @@ def _case(ended: int, running: int) -> int:
 
 def find_starts(requests: Requests) -> Starts:
     """The later requests of a log's sessions with what had ended when they started."""
-    streams = requests.session if requests.content is None else requests.content
+    streams = requests.streams
     after = requests.after or [None] * len(requests)
     columns: list[tuple[int, ...]] = []
     ended_by: list[int] = []  # per turn of the session the turns that had ended at its start, as bits

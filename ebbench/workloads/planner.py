@@ -95,7 +95,7 @@ def _table(requests: Requests, names: tuple[str, ...], phase: Int64s, arrival_s:
         "arrival_ns": arrival_ns,
         "input_tokens": ints(requests.input_tokens, pa.int32()),
         "output_tokens": ints(requests.output_tokens, pa.int32()),
-        "content": ints((requests.session if requests.content is None else requests.content) + base, pa.int64()),
+        "content": ints(requests.streams + base, pa.int64()),
         "hash_ids": pa.nulls(n, PLAN.field("hash_ids").type) if requests.hash_ids is None else requests.hash_ids,
         "prompt": pa.nulls(n, pa.string()) if requests.prompt is None else requests.prompt,
     }

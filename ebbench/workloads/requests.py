@@ -133,6 +133,11 @@ class Requests:
         """Number of sessions."""
         return int(self.session[-1]) + 1 if len(self.session) else 0
 
+    @property
+    def streams(self) -> Int64s:
+        """The stream of each row's tokens."""
+        return self.session if self.content is None else self.content
+
     def keep(self, mask: npt.NDArray[np.bool_]) -> Requests:
         """Rows where ``mask`` holds; sessions are renumbered."""
         kept_sessions, session = np.unique(self.session[mask], return_inverse=True)
@@ -169,7 +174,7 @@ class Requests:
         """The sessions ``times`` times over, each time with new contents and hash ids, without arrival times."""
         if times == 1:
             return replace(self, arrival_s=None)
-        content = self.session if self.content is None else self.content
+        content = self.streams
         steps = np.repeat(np.arange(times), len(self))
         return self.taken(
             np.tile(np.arange(len(self)), times),

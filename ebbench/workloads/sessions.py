@@ -21,7 +21,7 @@ from ebbench.foreign.documents import not_positive
 from ebbench.records import CHUNK_TOKENS
 from ebbench.traffic.arrivals import substream
 from ebbench.traffic.lengths import LengthSpec, draw_family, length_spec
-from ebbench.workloads.requests import Floats, Requests
+from ebbench.workloads.requests import Floats, Requests, ints
 
 if TYPE_CHECKING:
     from ebbench.workloads.options import PlanOptions
@@ -402,7 +402,7 @@ class _Rows:
         self._columns: dict[str, list[Any]] = {
             name: [] for name in ("session", "turn", "input", "output", "after", "content", "pause", "tool", "source")
         }
-        self._session, self._turn, self._agents = -1, 0, 0
+        self._session, self._turn, self._agents, self._source = -1, 0, 0, 0
         self._waits_for: list[int] = []
         self._grown = 0  # tokens that the answers of sub-agents have added to the session's history
 
@@ -412,12 +412,12 @@ class _Rows:
 
     def add_turn(self, row: int) -> None:
         """A turn of the session itself; after sub-agents it follows them at once."""
-        old = self._old
+        old, self._source = self._old, row
         joins = len(self._waits_for) > 0 and self._waits_for != [self._turn - 1]
         pause = 0.0 if joins or old.pause_s is None else float(old.pause_s[row])
         length = int(old.input_tokens[row]) + self._grown
         tool = 1.0 if old.tool_share is None else float(old.tool_share[row])
-        self._put(length, int(old.output_tokens[row]), list(self._waits_for), self._session, pause, tool, row)
+        self._put(length, int(old.output_tokens[row]), list(self._waits_for), self._session, pause, tool)
         self._waits_for = [self._turn - 1]
 
     def add_agents(self, agents: AgentSpec, fresh: list[int], answers: list[int], tools_s: list[float]) -> None:
@@ -430,53 +430,36 @@ class _Rows:
             for turn in range(agents.turns):
                 place = agent * agents.turns + turn
                 length = history + fresh[place]
-                self._put(length, answers[place], [before], content, tools_s[place] if turn else 0.0, 1.0, -1)
+                self._put(length, answers[place], [before], content, tools_s[place] if turn else 0.0, 1.0)
                 history, before = length + answers[place], self._turn - 1
             ends.append(before)
             self._grown += answers[agent * agents.turns + agents.turns - 1]
         self._waits_for = ends
 
-    def _put(
-        self, length: int, output: int, after: list[int], content: int, pause: float, tool: float, source: int
-    ) -> None:
-        values = (self._session, self._turn, length, output, after, content, pause, tool, source)
+    def _put(self, length: int, output: int, after: list[int], content: int, pause: float, tool: float) -> None:
+        values = (self._session, self._turn, length, output, after, content, pause, tool, self._source)
         for column, value in zip(self._columns.values(), values, strict=True):
             column.append(value)
         self._turn += 1
 
-    def _thinking(self) -> np.ndarray | None:
-        """Thinking tokens of the rows; sub-agents do not think."""
-        thinking = self._old.thinking_tokens
-        if thinking is None:
-            return None
-        return np.array([0 if row < 0 else thinking[row] for row in self._columns["source"]], np.int32)
-
-    def _classes(self) -> list[str | None] | None:
-        """Classes of the rows; sub-agents have that of the turn after which they start."""
-        if self._old.classes is None:
-            return None
-        classes: list[str | None] = []
-        for row in self._columns["source"]:
-            classes.append(classes[-1] if row < 0 else self._old.classes[row])
-        return classes
-
     def requests(self) -> Requests:
-        """The requests written."""
+        """The requests written; sub-agents have what that turn has after which they start, and do not think."""
         columns, old = self._columns, self._old
-        source = pa.array([None if row < 0 else row for row in columns["source"]], pa.int64())
-        pauses = np.array(columns["pause"])
-        return replace(
-            old,
-            session=np.array(columns["session"], np.int64),
+        rows, content = np.array(columns["source"], np.int64), np.array(columns["content"], np.int64)
+        agents = content >= FIRST_AGENT
+        own = ints(rows, pa.int64(), valid=~agents)
+        pauses, thinking = np.array(columns["pause"]), old.thinking_tokens
+        return old.taken(
+            rows,
+            np.array(columns["session"], np.int64),
             turn=np.array(columns["turn"], np.int32),
             input_tokens=np.array(columns["input"], np.int32),
             output_tokens=np.array(columns["output"], np.int32),
-            prompt=None if old.prompt is None else old.prompt.take(source),
-            hash_ids=None if old.hash_ids is None else old.hash_ids.take(source),
+            prompt=None if old.prompt is None else old.prompt.take(own),
+            hash_ids=None if old.hash_ids is None else old.hash_ids.take(own),
             pause_s=pauses if pauses.any() else None,
             tool_share=np.array(columns["tool"]) if pauses.any() else None,
-            thinking_tokens=self._thinking(),
-            classes=self._classes(),
+            thinking_tokens=None if thinking is None else np.where(agents, 0, thinking[rows]),
             after=columns["after"],
-            content=np.array(columns["content"], np.int64),
+            content=content,
         )

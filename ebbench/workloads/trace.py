@@ -9,19 +9,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ebbench.errors import InputFileError, UsageError
+from ebbench.foreign.documents import read_toml
 from ebbench.records.warnings import RunWarning, warning
 from ebbench.traffic.spec import Replay
 from ebbench.workloads.files import LogFile, log_files, open_log
-from ebbench.workloads.formats_columns import (
-    DATA_SETS,
-    MOST_LOOKED_AT,
-    Definition,
-    looks_like_values,
-    with_columns,
-)
+from ebbench.workloads.formats_columns import DATA_SETS, MOST_LOOKED_AT, Definition, looks_like_values, with_columns
 from ebbench.workloads.formats_tools import AGENTS, TOOLS
 from ebbench.workloads.log_columns import Columns, keeps_failed, names_in, parse_columns, plain_name
 from ebbench.workloads.log_rows import Collected, arranged, collect
@@ -39,47 +35,23 @@ from ebbench.workloads.recorded import (
 )
 from ebbench.workloads.requests import Floats, Requests
 
-# The formats of traces and logs that are recognised, most specific first. A new format is one entry of FORMATS.
+# The formats of traces and logs that are recognised, most specific first. A new format is one entry of FORMATS,
+# or of log_formats.toml.
 #
 # A format turns records into `ebbench.workloads.recorded.Recorded`; `ebbench.workloads.recorded` decides the unit
 # of times and `ebbench.workloads.trace` the order, sessions and blocks, for all formats alike.
 
-_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_BURST = ("Timestamp", "Request tokens", "Response tokens")
-_BAILIAN = ("chat_id", "parent_chat_id", "timestamp", "input_length", "output_length")
-_MOONCAKE = ("timestamp", "input_length", "output_length")
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A format of ``log_formats.toml``."""
+
+    expected: str
+    fields: tuple[str, ...]
+    definition: Definition
 
 
-def _roles(names: tuple[str, ...]) -> dict[str, str]:
-    return dict(zip(("time", "input", "output"), names[-3:], strict=True))
-
-
-TRACES = (
-    with_columns("Azure CSV", f"a table with the columns {', '.join(_AZURE)}", _AZURE, Definition(_roles(_AZURE))),
-    with_columns(
-        "BurstGPT CSV",
-        f"a table with the columns {', '.join(_BURST)}",
-        _BURST,
-        # A failed request has 0 response tokens. The release with sessions has `Session ID` and `Elapsed time` in s.
-        Definition({**_roles(_BURST), "session": "Session ID"}, numbers_are="s", duration="s"),
-    ),
-    with_columns(
-        "Bailian JSON lines",
-        f"JSON lines with {', '.join(_BAILIAN)}, turn and hash_ids of 16 tokens",
-        _BAILIAN,
-        Definition(
-            _roles(_BAILIAN), numbers_are="s", block_tokens=16, parents=("chat_id", "parent_chat_id"), duration="ms"
-        ),
-    ),
-    with_columns(
-        "Mooncake JSON lines",
-        "JSON lines with timestamp, input_length, output_length and optional hash_ids (Mooncake, TimedTrace)",
-        _MOONCAKE,
-        Definition(_roles(_MOONCAKE), whole_numbers_are="ms"),
-    ),
-)
-
-
+_TABLES = msgspec.convert(read_toml(Path(__file__).with_name("log_formats.toml")), dict[str, _Table])
+TRACES = tuple(with_columns(name, by.expected, by.fields, by.definition) for name, by in _TABLES.items())
 ACCESS_LOG = with_columns(
     "access log",
     "an access log with token counts as name=value, such as prompt_tokens=812 completion_tokens=90",

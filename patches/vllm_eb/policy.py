@@ -26,34 +26,16 @@ from vllm_eb.settings import (
     check_value,
     name_hint,
     read_settings,
-    setting,
-    settings_of,
     split_kind,
     text_of,
 )
+from vllm_eb.settings import setting as setting
+from vllm_eb.settings import settings_of as settings_of
 
 if TYPE_CHECKING:
     from vllm_eb.strategy import EngineFacts, Lengths, Strategy, Values
 
 BUILT_IN = "vllm_eb.policies"
-
-__all__ = [
-    "PolicyError",
-    "PolicySpec",
-    "UnknownPolicyError",
-    "descriptions",
-    "example",
-    "known_policy",
-    "least_seqs",
-    "least_tokens",
-    "parse_policy",
-    "policy_class",
-    "policy_from_mapping",
-    "policy_types",
-    "setting",
-    "settings_in_effect",
-    "settings_of",
-]  # fmt: skip
 
 
 class PolicyError(GivenValueError):

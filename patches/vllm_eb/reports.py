@@ -29,7 +29,7 @@ import numpy.typing as npt
 from vllm_eb import compat
 from vllm_eb.config import PluginConfig, logger
 from vllm_eb.controller import Controller
-from vllm_eb.signals import PassClock, SignalPublisher
+from vllm_eb.signals import Signal, SignalPublisher
 from vllm_eb.strategy import Decision, Mode, Phase, Record
 
 SHARD_STEPS = 4096
@@ -375,11 +375,10 @@ class StepReports:
         if config.record is not None:
             head = {"policy": config.policy.name, "kv_blocks_total": self._total_blocks}
             self._recorder = Recorder(folder_of_rank(config.record, rank), head)
-        self._passes: PassClock | None = None
-        if config.signals is not None:
-            self._passes = PassClock(SignalPublisher(config.signals, rank), rank)
+        self._publisher = SignalPublisher(config.signals, rank) if config.signals is not None else None
+        self._rank, self._received, self._published = rank, 0, 0
         self._figures = self._make_figures(scheduler.vllm_config.instance_id, rank)
-        self._in_flight: deque[tuple[Any, StepRecord]] = deque()
+        self._in_flight: deque[tuple[Any, int, StepRecord | None]] = deque()  # output, time, what the record says
         self._device_free_ns = 0
 
     def _make_figures(self, instance: str, rank: int) -> FiguresWriter | None:
@@ -397,12 +396,11 @@ class StepReports:
     @property
     def wanted(self) -> bool:
         """Whether anything is reported at all."""
-        return any(report is not None for report in (self._recorder, self._figures, self._passes))
+        return any(report is not None for report in (self._recorder, self._figures, self._publisher))
 
     def received(self) -> None:
         """Count a request that arrived."""
-        if self._passes is not None:
-            self._passes.received += 1
+        self._received += 1
 
     def scheduled(
         self, output: Any, step_id: int, decision: Decision | None, prefilling: Collection[Any], admitted: list[str]
@@ -411,20 +409,23 @@ class StepReports:
 
         ``prefilling``: requests with prompt tokens left before it; ``admitted``: ids of the requests it admits.
         """
-        if self._passes is not None:
-            self._passes.scheduled(output)
+        if self._recorder is None and self._publisher is None:
+            return
+        now_ns, record = time.monotonic_ns(), None
         if self._recorder is not None:
-            self._in_flight.append((output, self._step_record(output, step_id, decision, prefilling, admitted)))
+            record = self._step_record(output, now_ns, step_id, decision, prefilling, admitted)
+        self._in_flight.append((output, now_ns, record))
 
     def _step_record(
-        self, output: Any, step_id: int, decision: Decision | None, prefilling: Collection[Any], admitted: list[str]
-    ) -> StepRecord:
+        self, output: Any, now_ns: int, step_id: int, decision: Decision | None, prefilling: Collection[Any],
+        admitted: list[str],
+    ) -> StepRecord:  # fmt: skip
         tokens = output.num_scheduled_tokens
         prompts = {request.request_id for request in prefilling}.union(admitted) & tokens.keys()
         running, waiting = self._scheduler.get_request_counts()
         return StepRecord(
             step_id=step_id,
-            scheduled_ns=time.monotonic_ns(),
+            scheduled_ns=now_ns,
             mode=decision.mode if decision else "mb",
             prefill_tokens=sum(tokens[request_id] for request_id in prompts),
             decode_seqs=len(tokens) - len(prompts),
@@ -442,33 +443,35 @@ class StepReports:
 
         ``decision``: the last one; ``prefilling``: running requests with prompt tokens left.
         """
+        if self._in_flight and self._in_flight[0][0] is output:
+            _, scheduled_ns, record = self._in_flight.popleft()
+            start_ns = max(self._device_free_ns, scheduled_ns)  # scheduled while another one ran, it starts after that
+            end_ns = self._device_free_ns = time.monotonic_ns()
+            if self._recorder is not None and record is not None:
+                record.start_ns, record.end_ns = start_ns, end_ns
+                self._recorder.step(record)
+            if self._publisher is not None:
+                self._publisher.publish(self._signal(end_ns - start_ns, prefilling))
+                self._published += 1
         if self._recorder is not None or self._figures is not None:
             records = self._controller.drain_records() if self._controller is not None else []
             if self._recorder is not None:
-                self._finish_record(self._recorder, output, records)
+                self._recorder.decisions(records)
             if self._figures is not None:
                 self._figures.update(decision, records)
-        if self._passes is not None:
-            self._signal(self._passes, output, prefilling)
 
-    def _finish_record(self, recorder: Recorder, output: Any, records: list[Record]) -> None:
-        if self._in_flight and self._in_flight[0][0] is output:
-            record = self._in_flight.popleft()[1]
-            record.start_ns = max(self._device_free_ns, record.scheduled_ns)
-            record.end_ns = self._device_free_ns = time.monotonic_ns()
-            recorder.step(record)
-        recorder.decisions(records)
-
-    def _signal(self, passes: PassClock, output: Any, prefilling: Collection[Any]) -> None:
-        """Publish the end of a pass and the remaining work, for the gateway."""
+    def _signal(self, duration_ns: int, prefilling: Collection[Any]) -> Signal:
+        """The end of a pass and the remaining work, for the gateway."""
         scheduler = self._scheduler
         unfinished = [request for request in prefilling if request.is_prefill_chunk]
         queued = sum(r.num_tokens - r.num_computed_tokens for r in (*unfinished, *scheduler.waiting))
         used = (self._total_blocks - compat.free_blocks(scheduler)) * compat.block_tokens(scheduler)
-        passes.ended(output, queued, used, len(scheduler.running) > len(unfinished))
+        generates = len(scheduler.running) > len(unfinished)
+        continues = generates or queued > 0 or bool(self._in_flight)
+        return Signal(self._rank, self._published, duration_ns, self._received, queued, used, continues, generates)
 
     def close(self) -> None:
         """Write what is left, and remove what other processes read."""
-        for report in (self._passes, self._recorder, self._figures):
+        for report in (self._publisher, self._recorder, self._figures):
             if report is not None:
                 report.close()

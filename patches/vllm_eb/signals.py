@@ -7,9 +7,6 @@ a message without one costs a few microseconds, and a slow subscriber loses mess
 from __future__ import annotations
 
 import contextlib
-import time
-from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -60,50 +57,6 @@ class SignalPublisher:
     def close(self) -> None:
         """Close the socket."""
         self._context.destroy(linger=0)
-
-
-class PassClock:
-    """Follows the passes of one scheduler and publishes the end of each.
-
-    With asynchronous scheduling a pass is scheduled while another one runs, so it starts when that one ends.
-    """
-
-    def __init__(self, publisher: SignalPublisher, rank: int, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        self._publisher, self._rank, self._clock_ns = publisher, rank, clock_ns
-        self._scheduled_ns: deque[tuple[object, int]] = deque()
-        self._last_end_ns = 0
-        self._steps = 0
-        self.received = 0
-
-    def scheduled(self, output: object) -> None:
-        """Record that a pass was scheduled."""
-        self._scheduled_ns.append((output, self._clock_ns()))
-
-    def ended(self, output: object, queued_tokens: int, kv_tokens: int, generates: bool) -> None:
-        """Publish the end of the pass of ``output``; ignored if no pass was run."""
-        if not self._scheduled_ns or self._scheduled_ns[0][0] is not output:
-            return
-        now_ns = self._clock_ns()
-        start_ns = max(self._last_end_ns, self._scheduled_ns.popleft()[1])
-        self._last_end_ns = now_ns
-        continues = generates or queued_tokens > 0 or bool(self._scheduled_ns)
-        self._publisher.publish(
-            Signal(
-                self._rank,
-                self._steps,
-                now_ns - start_ns,
-                self.received,
-                queued_tokens,
-                kv_tokens,
-                continues,
-                generates,
-            )
-        )
-        self._steps += 1
-
-    def close(self) -> None:
-        """Stop publishing."""
-        self._publisher.close()
 
 
 def endpoint_of_rank(endpoint: str, rank: int) -> str:

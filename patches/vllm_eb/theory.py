@@ -385,10 +385,8 @@ def slot_tokens(mu_l: float, p0: float, theta: float) -> float:
     """
     if not 0.0 < mu_l < math.inf:
         raise TheoryError(f"mu_l must be a positive number of tokens, not {mu_l}")
-    if not 0.0 < p0 <= 1.0:
-        raise TheoryError(f"p0 must lie in (0, 1], not {p0}")
-    if not 0.0 <= theta < 1.0:
-        raise TheoryError(f"theta must lie in [0, 1), not {theta}")
+    _probability("p0", p0)
+    _share("theta", theta)
     return mu_l + (1.0 - theta) * zeta_over_theta(theta) / p0
 
 

@@ -14,11 +14,8 @@ from hypothesis import strategies as st
 from ebbench.analysis.metrics import parse_slo
 from ebbench.analysis.units import parse_margins
 from ebbench.config.declare import (
-    COUNT,
-    NOT_NEGATIVE,
-    POSITIVE,
-    Setting,
-    check_fields,
+    check_ranges,
+    declare,
     named_settings,
     parse_values,
     setting,
@@ -176,22 +173,23 @@ def test_an_option_may_take_several_values(text: str) -> None:
 class Given:
     """Fields of options."""
 
-    wait_s: float | None = 1.0
-    workers: int = 1
+    wait_s: float | None = declare(1.0, above=0)
+    drain_s: float = declare(1.0, at_least=0)
+    workers: int = declare(1, at_least=1)
 
 
 @pytest.mark.parametrize(
-    ("given", "about", "says"),
+    ("given", "says"),
     [
-        (Given(wait_s=0), POSITIVE, "--wait must be above 0, not 0"),
-        (Given(wait_s=math.nan), NOT_NEGATIVE, "--wait must be a finite number, not nan"),
-        (Given(workers=0), COUNT, "--workers must be at least 1, not 0"),
+        (Given(wait_s=0), "--wait must be above 0, not 0"),
+        (Given(drain_s=math.nan), "--drain must be a finite number, not nan"),
+        (Given(workers=0), "--workers must be at least 1, not 0"),
     ],
 )
-def test_a_field_out_of_range_is_refused_under_the_name_of_its_option(given: Given, about: Setting, says: str) -> None:
-    check_fields(Given(wait_s=None), ("wait_s", "workers"), about)
+def test_a_field_out_of_range_is_refused_under_the_name_of_its_option(given: Given, says: str) -> None:
+    check_ranges(Given(wait_s=None))
     with pytest.raises(UsageError, match=says):
-        check_fields(given, ("wait_s", "workers"), about)
+        check_ranges(given)
 
 
 def test_a_kind_is_what_stands_before_the_first_colon() -> None:

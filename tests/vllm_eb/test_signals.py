@@ -1,15 +1,20 @@
-"""Signals at the end of forward passes: the values of PassClock, and their transport over a socket."""
+"""Signals at the end of forward passes: their values, and their transport over a socket."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from vllm_eb.signals import PassClock, Signal, SignalPublisher, endpoint_of_rank
+from vllm_eb import config, reports
+from vllm_eb.config import PluginConfig
+from vllm_eb.policy import parse_policy
+from vllm_eb.reports import StepReports
+from vllm_eb.signals import Signal, SignalPublisher, endpoint_of_rank
 
 zmq = pytest.importorskip("zmq")
 WAIT_MS = 5000
@@ -19,7 +24,7 @@ STUCK = 40_000
 class Kept:
     """Substitute for a publisher that keeps its signals."""
 
-    def __init__(self) -> None:
+    def __init__(self, endpoint: str, rank: int) -> None:
         self.signals: list[Signal] = []
 
     def publish(self, signal: Signal) -> None:
@@ -29,48 +34,81 @@ class Kept:
         pass
 
 
-def clock(*times_ns: int) -> tuple[PassClock, Kept]:
-    kept, given = Kept(), iter(times_ns)
-    return PassClock(kept, 3, lambda: next(given)), kept  # type: ignore[arg-type]
+class Passes:
+    """Reports of a scheduler with 100 blocks of 16 tokens, four of them in use, and the signals that they publish."""
+
+    def __init__(self) -> None:
+        pool = SimpleNamespace(num_gpu_blocks=101, get_num_free_blocks=lambda: 96)
+        manager = SimpleNamespace(block_pool=pool, coordinator=SimpleNamespace(single_type_managers=()))
+        self.scheduler = SimpleNamespace(
+            kv_cache_manager=manager, block_size=16, log_stats=False, running=[], waiting=[],
+            vllm_config=SimpleNamespace(instance_id="x"),
+        )  # fmt: skip
+        settings = PluginConfig(parse_policy("v1"), config._UNUSED, signals="ipc://x")
+        self.reports = StepReports(self.scheduler, None, settings, rank=3)
+
+    @property
+    def signals(self) -> list[Signal]:
+        publisher: Any = self.reports._publisher
+        return list(publisher.signals)
+
+    def scheduled(self, output: object) -> None:
+        self.reports.scheduled(output, 0, None, (), [])
+
+    def ended(self, output: object) -> None:
+        self.reports.ended(output, None, ())
 
 
-def test_a_pass_lasts_from_its_start_to_its_end() -> None:
-    passes, kept = clock(100, 350)
-    output = object()
-    passes.received = 7
+@pytest.fixture
+def passes_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Passes]:
+    def made(*times_ns: int) -> Passes:
+        given = iter(times_ns)
+        monkeypatch.setattr(reports, "time", SimpleNamespace(monotonic_ns=lambda: next(given)))
+        monkeypatch.setattr(reports, "SignalPublisher", Kept)
+        return Passes()
+
+    return made
+
+
+def test_a_pass_lasts_from_its_start_to_its_end(passes_at: Callable[..., Passes]) -> None:
+    passes, output = passes_at(100, 350), object()
+    for _ in range(7):
+        passes.reports.received()
     passes.scheduled(output)
-    passes.ended(output, queued_tokens=0, kv_tokens=64, generates=False)
-    assert kept.signals == [Signal(3, 0, 250, 7, 0, 64, continues=False, generates=False)]
+    passes.ended(output)
+    assert passes.signals == [Signal(3, 0, 250, 7, 0, 64, continues=False, generates=False)]
 
 
-def test_a_pass_scheduled_while_another_runs_starts_when_that_one_ends() -> None:
-    passes, kept = clock(0, 10, 200, 260)
-    first, second = object(), object()
+def test_a_pass_scheduled_while_another_runs_starts_when_that_one_ends(passes_at: Callable[..., Passes]) -> None:
+    passes, first, second = passes_at(0, 10, 200, 260), object(), object()
     passes.scheduled(first)
     passes.scheduled(second)
-    passes.ended(first, 0, 0, False)
-    passes.ended(second, 0, 0, False)
-    assert [(s.step_id, s.duration_ns, s.continues) for s in kept.signals] == [(0, 200, True), (1, 60, False)]
+    passes.ended(first)
+    passes.ended(second)
+    assert [(s.step_id, s.duration_ns, s.continues) for s in passes.signals] == [(0, 200, True), (1, 60, False)]
 
 
 @pytest.mark.parametrize(("queued", "generates", "continues"), [(0, False, False), (5, False, True), (0, True, True)])
-def test_a_pass_continues_while_tokens_are_queued_or_generated(queued: int, generates: bool, continues: bool) -> None:
-    passes, kept = clock(0, 1)
-    output = object()
+def test_a_pass_continues_while_tokens_are_queued_or_generated(
+    passes_at: Callable[..., Passes], queued: int, generates: bool, continues: bool
+) -> None:
+    passes, output = passes_at(0, 1), object()
+    passes.scheduler.waiting = [SimpleNamespace(num_tokens=queued, num_computed_tokens=0)]
+    passes.scheduler.running = [object()] * generates
     passes.scheduled(output)
-    passes.ended(output, queued, 0, generates)
-    assert kept.signals[0].continues is continues
+    passes.ended(output)
+    assert passes.signals[0].queued_tokens == queued
+    assert passes.signals[0].continues is continues
 
 
-def test_an_output_that_was_no_pass_is_ignored() -> None:
-    passes, kept = clock(0, 5)
-    output = object()
-    passes.ended(object(), 0, 0, False)
+def test_an_output_that_was_no_pass_is_ignored(passes_at: Callable[..., Passes]) -> None:
+    passes, output = passes_at(0, 5), object()
+    passes.ended(object())
     passes.scheduled(output)
-    passes.ended(object(), 0, 0, False)
-    assert kept.signals == []
-    passes.ended(output, 0, 0, False)
-    assert len(kept.signals) == 1
+    passes.ended(object())
+    assert passes.signals == []
+    passes.ended(output)
+    assert len(passes.signals) == 1
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from ebbench.cli.main import app
 from ebbench.errors import UsageError
 from ebbench.records.plan import block_tokens
-from ebbench.traffic.arrivals import dispersion, stretch_centres
+from ebbench.traffic.arrivals import dispersion, stretch_centres, values_at
 from ebbench.workloads import build_plan
-from ebbench.workloads.fitted import GROUP, Points, fit_points
+from ebbench.workloads.fitted import GROUP, fit_points, tailed_at
 from ebbench.workloads.log_report import repeated_prefixes
 from ebbench.workloads.requests import int_lists, single_turn
 from ebbench.workloads.shared_prefix import count_repeats, repeats_in, shared_prefixes
@@ -123,8 +123,8 @@ def _numbers(value: Any) -> list[float]:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300), st.booleans())
 def test_points_keep_the_mean(values: list[float], tailed: bool) -> None:
-    points, shares = Points(means=fit_points(values, 9, tailed=tailed)), (np.arange(2**18) + 0.5) / 2**18
-    drawn = points.tailed_at(shares) if tailed else points.at(shares)
+    means, shares = fit_points(values, 9, tailed=tailed), (np.arange(2**18) + 0.5) / 2**18
+    drawn = tailed_at(means, shares) if tailed else values_at(means, shares)
     assert drawn.mean() == pytest.approx(np.mean(values), rel=1e-4, abs=1e-6)
     assert (np.diff(drawn) >= -1e-9 * drawn.max()).all()
 
@@ -132,11 +132,11 @@ def test_points_keep_the_mean(values: list[float], tailed: bool) -> None:
 def test_the_tail_is_above_the_mean_of_the_highest_group() -> None:
     """Exponential values have the spread of all of them, not that of their groups' means."""
     values = np.random.default_rng(0).exponential(100, 4000)
-    points, shares = Points(means=fit_points(values, 9, 400, tailed=True)), (np.arange(2**16) + 0.5) / 2**16
-    assert points.tailed_at(shares).mean() == pytest.approx(values.mean(), rel=1e-4)
-    assert points.tailed_at(shares).std() == pytest.approx(values.std(), rel=0.02)
-    assert points.tailed_at(shares).max() > values.max() > points.at(shares).max()
-    assert Points(means=(7.0,)).tailed_at(shares).tolist() == [7.0] * len(shares)
+    means, shares = fit_points(values, 9, 400, tailed=True), (np.arange(2**16) + 0.5) / 2**16
+    assert tailed_at(means, shares).mean() == pytest.approx(values.mean(), rel=1e-4)
+    assert tailed_at(means, shares).std() == pytest.approx(values.std(), rel=0.02)
+    assert tailed_at(means, shares).max() > values.max() > values_at(means, shares).max()
+    assert tailed_at((7.0,), shares).tolist() == [7.0] * len(shares)
 
 
 @pytest.fixture

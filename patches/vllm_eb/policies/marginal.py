@@ -82,10 +82,8 @@ class MarginalSpec(PolicySpec):
         """M of the paper."""
         return self.update_every
 
-    @property
-    def needs_costs(self) -> bool:
-        """Always: every choice compares costs."""
-        return True
+    needs_costs = True
+    """Every choice compares costs."""
 
     @property
     def varies_drafts(self) -> bool:

@@ -26,10 +26,8 @@ class SloChunk(PolicySpec):
     )  # fmt: skip
     least: int = setting(128, "prompt tokens that a step may always have", unit="tokens per step", at_least=1)
 
-    @property
-    def needs_costs(self) -> bool:
-        """True: the chunk is computed from measured costs."""
-        return True
+    needs_costs = True
+    """The chunk is computed from measured costs."""
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """Mixed steps, each with its own token budget."""

@@ -22,10 +22,7 @@ class V0(PolicySpec):
 class OneSlot(Strategy):
     """Refills whenever a refill is possible."""
 
-    @property
-    def slots(self) -> int:
-        """One slot."""
-        return 1
+    slots = 1
 
 
 POLICY = V0
