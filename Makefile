@@ -84,7 +84,7 @@ style: $(TEST)/.stamp-dev
 	$(TEST)/bin/lint-imports
 
 types: $(TEST)/.stamp-dev
-	$(TEST)/bin/mypy
+	$(TEST)/bin/mypy --num-workers 2
 
 # The documentation site, into site/. Strict: a broken link is an error.
 docs: $(TEST)/.stamp-dev

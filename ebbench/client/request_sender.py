@@ -16,8 +16,8 @@ from ebbench.client.messages import ConnectionCounts
 from ebbench.client.response import HUNG_UP, StreamedResponse, transport_failure
 from ebbench.network.connections import (
     IDLE_LIMIT_S,
-    BaseConnection,
     ConnectError,
+    Connection,
     Connections,
     ConnectTimeoutError,
     IdleTimeoutError,
@@ -89,9 +89,8 @@ class ConnectionPool:
         connecting: Connecting = "ahead",
     ) -> None:
         self._connecting = connecting
-        self.connections: Connections[_Connection] = Connections(
+        self.connections = Connections(
             head.address,
-            _Connection,
             tls=tls,
             connect_timeout_s=connect_timeout_s,
             idle_limit_ns=round(IDLE_LIMIT_S * 1e9),
@@ -112,7 +111,8 @@ class ConnectionPool:
         try:
             named = b"x-request-id: %b\r\n" % request_id.encode() if request_id else b""
             data = b"%b\r\n%bcontent-length: %d\r\n\r\n%b" % (self._head, named, len(body), body)
-            exchange = connection.begin(data, receiver)
+            exchange = HttpExchange(connection, receiver)
+            connection.begin(exchange, (data,))
             await exchange.headers_complete
         except BaseException:
             connection.abort()
@@ -138,34 +138,10 @@ class ConnectionPool:
         self.connections.close()
 
 
-class _Connection(BaseConnection):
-    """One connection with at most one open exchange."""
-
-    def begin(self, data: bytes, receiver: AnswerReceiver) -> HttpExchange:
-        """Send a request and return its exchange."""
-        if self.transport is None:
-            raise ConnectError("the connection was closed at once")
-        exchange = HttpExchange(self, receiver)
-        # From now on the exchange receives the bytes itself: one call less per read.
-        self.transport.set_protocol(exchange)
-        self.transport.write(data)
-        return exchange
-
-    def complete(self, keep_alive: bool) -> None:
-        """See BaseConnection; the exchange receives no further bytes."""
-        if self.transport is not None:
-            self.transport.set_protocol(self)
-        super().complete(keep_alive)
-
-    def data_received(self, data: bytes) -> None:
-        """Called by the event loop. Bytes outside an exchange break the protocol: close the connection."""
-        self.abort()
-
-
-class HttpExchange(asyncio.Protocol):
+class HttpExchange:
     """One request and its response; implements the parser's callbacks."""
 
-    def __init__(self, connection: _Connection, receiver: AnswerReceiver) -> None:
+    def __init__(self, connection: Connection, receiver: AnswerReceiver) -> None:
         loop = asyncio.get_running_loop()
         self.headers_complete: Awaitable[None] = loop.create_future()
         self.status = 0
@@ -205,8 +181,8 @@ class HttpExchange(asyncio.Protocol):
         if not self._end.done() or self._end.cancelled():
             self._connection.abort()
 
-    def data_received(self, data: bytes) -> None:
-        """Called by the event loop."""
+    def received(self, data: bytes) -> None:
+        """See Exchange."""
         self._now_ns = time.monotonic_ns()
         parser = self._parser
         if parser is None:
@@ -223,10 +199,9 @@ class HttpExchange(asyncio.Protocol):
         self._fail(ProtocolError(f"cannot read the response: {why}"))
         self._connection.abort()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Called by the event loop when the connection closes before the exchange is complete."""
+    def lost(self, exc: Exception | None) -> None:
+        """See Exchange."""
         self._parser = None
-        self._connection.detach()
         framed = b"content-length" in self.headers or b"transfer-encoding" in self.headers
         if exc is None and self._start.done() and not framed:
             if not self._end.done():  # cancelled when the client gave up

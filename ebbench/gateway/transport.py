@@ -18,8 +18,8 @@ import httpx
 from ebbench.network.connections import (
     IDLE_LIMIT_S,
     Address,
-    BaseConnection,
     ConnectError,
+    Connection,
     Connections,
     ConnectTimeoutError,
     tls_context,
@@ -40,7 +40,7 @@ class StreamTransport(httpx.AsyncBaseTransport):
         self._connect_timeout_s, self.silence_s = connect_timeout_s, silence_s
         self.unanswered: set[_UpstreamResponse] = set()
         self._tls: ssl.SSLContext | None = None
-        self._servers: dict[Address, Connections[_Connection]] = {}
+        self._servers: dict[Address, Connections] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request; returns when the response headers are complete. Raises httpx's transport errors.
@@ -48,7 +48,8 @@ class StreamTransport(httpx.AsyncBaseTransport):
         ConnectError and ConnectTimeout mean that the server has not seen the request. Nothing is sent twice.
         """
         body = await request.aread()
-        connections = self._connections(_address(request.url))
+        address = _address(request.url)
+        connections = self._connections(address)
         try:
             connection = connections.take() or await connections.open_for_use()
         except ConnectTimeoutError as error:
@@ -56,10 +57,29 @@ class StreamTransport(httpx.AsyncBaseTransport):
         except ConnectError as error:
             raise httpx.ConnectError(str(error)) from error
         try:
-            return await connection.exchange(request, body)
+            return await self._exchange(connection, address, request, body)
         except BaseException:
             connection.abort()
             raise
+
+    async def _exchange(
+        self, connection: Connection, address: Address, request: httpx.Request, body: bytes
+    ) -> httpx.Response:
+        """Send the request and wait for the response headers."""
+        reply = _UpstreamResponse(connection, address, self.silence_s, bodyless=request.method == "HEAD")
+        target = request.extensions.get("target", request.url.raw_path)
+        lines = [b"%b %b HTTP/1.1" % (request.method.encode(), target)]
+        lines += [b"%b: %b" % header for header in request.headers.raw]
+        try:
+            connection.begin(reply, [b"\r\n".join(lines) + b"\r\n\r\n", body])  # the body is not copied
+        except ConnectError as error:
+            raise httpx.ConnectError(str(error)) from error
+        self.unanswered.add(reply)
+        try:
+            await reply.head
+        finally:
+            self.unanswered.discard(reply)
+        return httpx.Response(reply.status, headers=reply.headers, stream=reply, request=request)
 
     def give_up(self, url: str, reason: str) -> None:
         """Fail the requests to a server that have no answer yet, with ReadTimeout."""
@@ -72,14 +92,13 @@ class StreamTransport(httpx.AsyncBaseTransport):
         for connections in self._servers.values():
             connections.close()
 
-    def _connections(self, address: Address) -> Connections[_Connection]:
+    def _connections(self, address: Address) -> Connections:
         connections = self._servers.get(address)
         if connections is None:
             if address.secure and self._tls is None:
                 self._tls = tls_context()
             connections = self._servers[address] = Connections(
                 address,
-                lambda pool: _Connection(self, address, pool),
                 tls=self._tls,
                 connect_timeout_s=self._connect_timeout_s,
                 idle_limit_ns=round(IDLE_LIMIT_S * 1e9),
@@ -88,67 +107,18 @@ class StreamTransport(httpx.AsyncBaseTransport):
         return connections
 
 
-class _Connection(BaseConnection):
-    """One connection with at most one open exchange."""
-
-    def __init__(self, owner: StreamTransport, address: Address, connections: Connections[_Connection]) -> None:
-        super().__init__(connections)
-        self.owner, self.address = owner, address
-        self._reply: _UpstreamResponse | None = None
-
-    async def exchange(self, request: httpx.Request, body: bytes) -> httpx.Response:
-        """Send the request and wait for the response headers."""
-        if self.transport is None:
-            raise httpx.ConnectError("the connection was closed at once")
-        reply = self._reply = _UpstreamResponse(self, bodyless=request.method == "HEAD")
-        target = request.extensions.get("target", request.url.raw_path)
-        lines = [b"%b %b HTTP/1.1" % (request.method.encode(), target)]
-        lines += [b"%b: %b" % header for header in request.headers.raw]
-        self.transport.writelines([b"\r\n".join(lines) + b"\r\n\r\n", body])  # the body is not copied
-        self.owner.unanswered.add(reply)
-        try:
-            await reply.head
-        finally:
-            self.owner.unanswered.discard(reply)
-        return httpx.Response(reply.status, headers=reply.headers, stream=reply, request=request)
-
-    def complete(self, keep_alive: bool) -> None:
-        """See BaseConnection; further bytes belong to no request."""
-        self._reply = None
-        super().complete(keep_alive)
-
-    def reading(self, wanted: bool) -> None:
-        """Resume or pause reading from the server."""
-        if self.transport is not None and self.usable:
-            (self.transport.resume_reading if wanted else self.transport.pause_reading)()
-
-    def data_received(self, data: bytes) -> None:
-        """Called by the loop."""
-        if self._reply is None:
-            self.abort()  # the server sent bytes without a request
-        else:
-            self._reply.received(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Called by the loop."""
-        self.detach()
-        reply, self._reply = self._reply, None
-        if reply is not None:
-            reply.lost(exc)
-
-
 class _UpstreamResponse(httpx.AsyncByteStream):
     """A response while it arrives; iterating yields the bytes received since the last iteration.
 
     ``bodyless``: the response ends with its headers, whatever they say about a body, as for a HEAD request.
     """
 
-    def __init__(self, connection: _Connection, *, bodyless: bool) -> None:
+    def __init__(self, connection: Connection, address: Address, silence_s: float, *, bodyless: bool) -> None:
         self._loop = asyncio.get_running_loop()
         self.head: asyncio.Future[None] = self._loop.create_future()
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
-        self.address, self._silence_s = connection.address, connection.owner.silence_s
+        self.address, self._silence_s = address, silence_s
         self._connection, self._bodyless = connection, bodyless
         # The parser refers to the response: dropped at the end, since the gateway runs no full collections.
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
@@ -169,7 +139,7 @@ class _UpstreamResponse(httpx.AsyncByteStream):
                 self._size = 0
                 if self._paused:
                     self._paused = False
-                    self._connection.reading(True)
+                    self._read(True)
                 yield data
             elif self._error is not None:
                 raise self._error
@@ -203,7 +173,7 @@ class _UpstreamResponse(httpx.AsyncByteStream):
             self.give_up(httpx.RemoteProtocolError(f"cannot read the response: {error.__context__ or error}"))
         if self._size > _PAUSE_BYTES and not self._paused and not self._complete:
             self._paused = True
-            self._connection.reading(False)
+            self._read(False)
         self._wake()
 
     def lost(self, exc: Exception | None) -> None:
@@ -270,8 +240,14 @@ class _UpstreamResponse(httpx.AsyncByteStream):
             self._end()
             if self._paused:
                 self._paused = False
-                self._connection.reading(True)
+                self._read(True)
             self._connection.complete(parser.should_keep_alive())
+
+    def _read(self, wanted: bool) -> None:
+        """Resume or pause reading from the server."""
+        transport = self._connection.transport
+        if transport is not None and self._connection.usable:
+            (transport.resume_reading if wanted else transport.pause_reading)()
 
     def _end(self) -> None:
         """Free what refers to this response."""

@@ -1,7 +1,7 @@
 """Pool of connections to one HTTP server: idle ones are kept, and some are opened before they are needed.
 
-Used by the load generator and the gateway with their own protocols. Opening a connection in a busy event loop delays a
-request by milliseconds, hence the reserve.
+Used by the load generator and the gateway, each with exchanges of its own. Opening a connection in a busy event loop
+delays a request by milliseconds, hence the reserve.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import select
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import NamedTuple, Protocol, cast
 from urllib.parse import quote, urlsplit
 
 from ebbench import __version__
@@ -97,17 +97,38 @@ class ProtocolError(TransportError):
     error_class = "connection_closed"
 
 
-class BaseConnection(asyncio.Protocol):
-    """A connection that can be kept in a pool.
+class Exchange(Protocol):
+    """One request and its response: what a connection passes the bytes to."""
+
+    def received(self, data: bytes) -> None:
+        """Bytes from the server."""
+        ...
+
+    def lost(self, exc: Exception | None) -> None:
+        """The connection is closed before the exchange is complete."""
+        ...
+
+
+class Connection(asyncio.Protocol):
+    """A connection that can be kept in a pool, with at most one open exchange.
 
     ``answered``: whether a response has begun on it; ``aborted``: whether it was closed here. Times are monotonic ns.
     """
 
-    def __init__(self, connections: Connections[Any]) -> None:
+    def __init__(self, connections: Connections) -> None:
         self.idle_since_ns = self.used_since_ns = self.answered_ns = 0
         self.answered = self.aborted = False
         self.transport: asyncio.Transport | None = None
         self._connections = connections
+        self._exchange: Exchange | None = None
+
+    def begin(self, exchange: Exchange, request: Sequence[bytes]) -> None:
+        """Send the pieces of a request; what comes from now on belongs to its exchange. Raises ConnectError."""
+        if self.transport is None:
+            raise ConnectError("the connection was closed at once")
+        # The protocol stays the same: exchanging it makes uvloop stop and start to read, four system calls a request.
+        self._exchange = exchange
+        self.transport.writelines(request)
 
     @property
     def usable(self) -> bool:
@@ -135,7 +156,11 @@ class BaseConnection(asyncio.Protocol):
             self.transport.abort()
 
     def complete(self, keep_alive: bool) -> None:
-        """Return the connection to the pool after a response, or close it if the server or the pool does."""
+        """Return the connection to the pool after a response, or close it if the server or the pool does.
+
+        Its exchange receives no further bytes.
+        """
+        self._exchange = None
         self.begun()
         if keep_alive and self.usable and self._connections.keeps(self):
             self._connections.give(self)
@@ -155,18 +180,24 @@ class BaseConnection(asyncio.Protocol):
         used_ns = time.monotonic_ns() if idle else self.used_since_ns
         return (idle or self.answered_ns < used_ns) and used_ns - self.idle_since_ns < _BEHIND_NS
 
-    def detach(self) -> None:
-        """Forget the transport, which is closed."""
-        self.transport = None
-        self._connections.lost(self)
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the loop."""
         self.transport = cast(asyncio.Transport, transport)
 
+    def data_received(self, data: bytes) -> None:
+        """Called by the loop. Bytes outside an exchange break the protocol: close the connection."""
+        if self._exchange is None:
+            self.abort()
+        else:
+            self._exchange.received(data)
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the loop."""
-        self.detach()
+        self.transport = None
+        self._connections.lost(self)
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.lost(exc)
 
 
 _PORTS = {False: 80, True: 443}
@@ -218,17 +249,14 @@ class RequestHead(NamedTuple):
         return cls(address, "\r\n".join(lines).encode())
 
 
-W = TypeVar("W", bound=BaseConnection)
-
-
-class Connections(Generic[W]):
+class Connections:
     """Keep-alive connections to one server, unlimited in number.
 
-    ``make`` builds the protocol of a connection. Idle ones that have answered are used first, the latest of them; then
-    those opened ahead, in the order in which the server accepts them. A connection idle for ``idle_limit_ns`` is
-    closed. ``reserve`` (may be changed): up to so many idle connections are kept open, but never more than an eighth
-    (at least one) beyond those that were in use at a time: each occupies a thread of a server that has one for each
-    connection. ``reuse`` False: every connection is closed after one response.
+    Idle ones that have answered are used first, the latest of them; then those opened ahead, in the order in which the
+    server accepts them. A connection idle for ``idle_limit_ns`` is closed. ``reserve`` (may be changed): up to so many
+    idle connections are kept open, but never more than an eighth (at least one) beyond those that were in use at a
+    time: each occupies a thread of a server that has one for each connection. ``reuse`` False: every connection is
+    closed after one response.
 
     A connection on which nothing has come yet may wait for such a thread, or its server may need long for this answer.
     Once a later request on another connection completes meanwhile, that connection is closed. If what waited is then
@@ -242,7 +270,6 @@ class Connections(Generic[W]):
     def __init__(
         self,
         address: Address,
-        make: Callable[[Connections[W]], W],
         *,
         tls: ssl.SSLContext | None,
         connect_timeout_s: float,
@@ -254,13 +281,13 @@ class Connections(Generic[W]):
         self.refill: asyncio.Task[None] | None = None
         self.opened = self.most_open = self.most_held = 0
         """Connections opened so far, most in use at a time, and most there were at a time."""
-        self._address, self._make, self._tls = address, make, tls
+        self._address, self._tls = address, tls
         self._connect_timeout_s, self._idle_limit_ns = connect_timeout_s, idle_limit_ns
         self.waiting: dict[object, int] = {}
         """When requests were sent (monotonic ns) on connections on which no response has begun."""
-        self._held: set[W] = set()
-        self._idle: deque[W] = deque()  # those that have answered, most recently used last
-        self._ahead: deque[W] = deque()  # those that were never used, oldest first
+        self._held: set[Connection] = set()
+        self._idle: deque[Connection] = deque()  # those that have answered, most recently used last
+        self._ahead: deque[Connection] = deque()  # those that were never used, oldest first
         self._freed: dict[object, int] = {}  # when a connection was closed for one that waits (monotonic ns)
         self._helped = 0  # times in a row that this was what it waited for
         self._stays_open = False  # whether a second answer has come on a connection
@@ -272,7 +299,7 @@ class Connections(Generic[W]):
         """Open connections, in use or idle."""
         return len(self._held)
 
-    def take(self) -> W | None:
+    def take(self) -> Connection | None:
         """An idle connection that is not too old, or None."""
         self._close_old()
         connection = self._next_idle()
@@ -286,21 +313,21 @@ class Connections(Generic[W]):
             self.refill = asyncio.create_task(self._open_reserve())
         return connection
 
-    def _next_idle(self) -> W | None:
+    def _next_idle(self) -> Connection | None:
         if self._idle and self._stays_open:
             return self._idle.pop()
         if self._idle and time.monotonic_ns() - self._idle[0].idle_since_ns >= _CLOSED_SOON_NS:
             return self._idle.popleft()
         return self._ahead.popleft() if self._ahead else None
 
-    def give(self, connection: W) -> None:
+    def give(self, connection: Connection) -> None:
         """Return an idle connection to the pool."""
         connection.idle_since_ns = time.monotonic_ns()
         (self._idle if connection.answered else self._ahead).append(connection)
         if self._expiry is None:
             self._expire_later()
 
-    def lost(self, connection: W) -> None:
+    def lost(self, connection: Connection) -> None:
         """Forget a connection that is closed."""
         if connection in self._ahead:
             self._ahead.remove(connection)
@@ -311,7 +338,7 @@ class Connections(Generic[W]):
         self.waiting.pop(connection, None)
         self._freed.pop(connection, None)
 
-    def _closed_by_server(self, connection: W) -> None:
+    def _closed_by_server(self, connection: Connection) -> None:
         """A server that closes connections before their use wants none opened ahead. If it closes one behind an answer,
         every request has its own from now on."""
         if not connection.answered:
@@ -319,7 +346,7 @@ class Connections(Generic[W]):
         elif connection.closed_behind_answer():
             self.reuse = False
 
-    def keeps(self, connection: W) -> bool:
+    def keeps(self, connection: Connection) -> bool:
         """Whether the connection stays open after its response."""
         if not self.waiting or not self.reuse:
             return self.reuse
@@ -331,7 +358,7 @@ class Connections(Generic[W]):
         self._freed.setdefault(oldest, now_ns)
         return False
 
-    def answered(self, connection: W, *, first: bool) -> None:
+    def answered(self, connection: Connection, *, first: bool) -> None:
         """Note that a response has begun; ``first``: the first one on this connection."""
         now_ns = time.monotonic_ns()
         self._quickest_ns = min(self._quickest_ns, now_ns - connection.used_since_ns)
@@ -348,13 +375,13 @@ class Connections(Generic[W]):
             while self._ahead:
                 self._ahead.pop().abort()
 
-    async def connect(self) -> W:
+    async def connect(self) -> Connection:
         """Open a connection. Raises ConnectTimeoutError, ConnectError."""
         secure = self._address.secure
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: self._make(self),
+                    lambda: Connection(self),
                     self._address.host,
                     self._address.port,
                     ssl=self._tls if secure else None,
@@ -369,7 +396,7 @@ class Connections(Generic[W]):
         self.most_held = max(self.most_held, len(self._held))
         return connection
 
-    async def open_for_use(self) -> W:
+    async def open_for_use(self) -> Connection:
         """Open a connection for a request. Raises ConnectTimeoutError, ConnectError."""
         began_ns, key = time.monotonic_ns(), object()
         self.waiting[key] = began_ns
@@ -395,7 +422,7 @@ class Connections(Generic[W]):
         self._idle.clear()
         self._ahead.clear()
 
-    def _begin_use(self, connection: W, now_ns: int) -> None:
+    def _begin_use(self, connection: Connection, now_ns: int) -> None:
         connection.used_since_ns = now_ns
         if not connection.answered:
             self.waiting[connection] = now_ns

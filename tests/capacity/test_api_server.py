@@ -61,7 +61,7 @@ def test_a_plan_that_the_api_server_limits_takes_more_replicas() -> None:
     assert BUSY in simulated
     assert LEFT_OUT not in simulated
     assert "Cheapest that carries this rate: 2 x h200" in simulated or "Cheapest: 3 x h200" in simulated
-    assert "API server" not in plan("--request-rate", "10")
+    assert "API server" not in plan("--request-rate", "30")
     more = plan("--request-rate", "100", "--api-server-count", "4")
     assert BUSY not in more
     assert "--api-server datacenter --api-server-count 4" in more

@@ -1,7 +1,8 @@
 """Every command of the guide pages is run, page by page, in the order shown, in an empty directory.
 
 Blocks marked ``gpu`` run where there is a GPU; elsewhere their command lines are parsed, so that an option that does
-not exist is found. ``vllm`` and ``cluster`` blocks run in tests of their own. ``file=NAME`` blocks become files.
+not exist is found. So are those marked ``long``, whose commands other tests run. ``vllm`` and ``cluster`` blocks run in
+tests of their own. ``file=NAME`` blocks become files.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ def test_commands_of(page: str, workplace: Path) -> None:
         done += 1
         if block.language == "python":
             subprocess.run([sys.executable, "-c", block.text], check=True, capture_output=True, timeout=120)
-        elif block.language == "bash" and block.word == "gpu":
-            run(block) if _gpu_visible() else parse(block)
+        elif block.language == "bash" and block.word in ("gpu", "long"):
+            run(block) if block.word == "gpu" and _gpu_visible() else parse(block)
         elif block.language == "bash" and not block.word:
             run(block)
         else:
