@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Literal
+from typing import Literal, NamedTuple
 from urllib.parse import parse_qsl, quote, urlsplit
 
 from ebbench.errors import UsageError
@@ -44,8 +43,7 @@ def is_loopback(url: str) -> bool:
     return address.is_loopback or address.is_unspecified
 
 
-@dataclass(frozen=True)
-class ServerUrl:
+class ServerUrl(NamedTuple):
     """Where a server is.
 
     ``root``: what precedes /health and /metrics. ``api``: what precedes /completions and /models, mostly ``root`` +

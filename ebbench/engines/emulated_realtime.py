@@ -100,7 +100,7 @@ class EmulatedExecutor(StandInExecutor):
         return [(self._blocks + 1) * spec.page_size_bytes]
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
-        """Queue a step on the device; :meth:`sample_tokens` returns its tokens."""
+        """Queue a step on the device; ``sample_tokens()`` returns its tokens."""
         for request_id in scheduler_output.finished_req_ids:
             self._streams.pop(request_id, None)
         if scheduler_output.total_num_scheduled_tokens == 0:
