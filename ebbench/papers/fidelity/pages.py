@@ -40,7 +40,7 @@ class Texts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     audit: str
     introduction: str
     errors: str
-    api_server: str
+    front_end: str
     decisions: str
     constants: str
 

@@ -335,7 +335,7 @@ def _front_page(
     yield TEXTS.introduction.format(runs=f"Ours are {ours} in table 3, {draws}, single runs elsewhere ({scatter}).")
     yield "## All sources\n"
     yield TEXTS.errors
-    yield TEXTS.api_server
+    yield TEXTS.front_end
     yield from _lines(front([row for row in rows if not is_variant(row.source)], before))
     yield "\n## Targets\n"
     yield from _lines(targets(all_scores(cells)))
