@@ -24,10 +24,15 @@ assert may_fork()
 ours, theirs = socket.socketpair()
 secret = open(sys.argv[1])
 
+def target(path):
+    try:
+        return os.readlink(path)
+    except FileNotFoundError:  # of the listing itself
+        return None
+
 def work():
-    links = {int(path.name): os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()}
     state = {
-        "of_parent": [link for link in links.values() if link == sys.argv[1]],
+        "of_parent": [path.name for path in Path("/proc/self/fd").iterdir() if target(path) == sys.argv[1]],
         "group": os.getpgid(0) == os.getpid(),
         "ignored": all(signal.getsignal(number) is signal.SIG_IGN for number in SIGNALS),
         "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
@@ -37,6 +42,7 @@ def work():
     time.sleep(60)
 
 child = ForkedChild(work, [theirs.fileno()])
+theirs.close()  # where the child fails, recv() ends
 state = json.loads(ours.recv(4096)) | {"pid": child.pid}
 print(json.dumps(state), flush=True)
 if sys.argv[2] == "kill":
