@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 
 from ebbench.config.declare import Declared, declared_in, option_name
-from ebbench.errors import UnknownNameError, UsageError
+from ebbench.errors import UsageError, check_known
 from ebbench.installation import bundled_dir
 
 # What the shell offers. If no name matches, it offers files.
@@ -242,7 +242,6 @@ Format = Annotated[
 
 def check_format(style: str, *, as_json: bool) -> None:
     """Raise UnknownNameError for an unknown format, UsageError for a format together with --json."""
-    if style not in FORMATS:
-        raise UnknownNameError("format", style, FORMATS)
+    check_known("format", style, FORMATS)
     if as_json and style != FORMATS[0]:
         raise UsageError(f"--json and --format {style} are two formats; leave one of them out")

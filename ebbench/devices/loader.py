@@ -50,7 +50,7 @@ from ebbench.devices.profiles import (
     measured_name,
 )
 from ebbench.devices.surfaces import has_joint_tables
-from ebbench.errors import UnknownNameError, UsageError
+from ebbench.errors import UsageError, check_known
 from ebbench.records.warnings import HOST_DOUBTED, HOST_UNFITTED, LIBRARY_ABSENT, MIXING_UNMEASURED, RunWarning, warning
 from ebbench.spec.server import OPTION, HostCosts, Speculative, parse_release
 from vllm_eb.calibration import Calibration
@@ -212,8 +212,7 @@ def load(request: DeviceRequest) -> Device:
     Raises UnknownNameError for an unknown device, model, cost, link or type, UsageError if the model does not fit, the
     cost model does not exist for this pair, or kernels were not measured and are not to be assumed.
     """
-    if request.cost not in COSTS:
-        raise UnknownNameError("cost model", request.cost, COSTS)
+    check_known("cost model", request.cost, COSTS)
     if (request.max_num_batched_tokens or 0) > MAX_TOKENS:
         raise UsageError(
             f"step times end at {MAX_TOKENS:,} tokens per step; lower --max-num-batched-tokens "

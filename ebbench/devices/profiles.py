@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from ebbench.config.declare import MOST_SECONDS
 from ebbench.devices.geometry import ModelGeometry
-from ebbench.errors import InputFileError, UnknownNameError
+from ebbench.errors import InputFileError, UnknownNameError, check_known
 from ebbench.foreign.documents import read_toml
 from ebbench.spec.server import HostCosts
 
@@ -92,8 +92,7 @@ def find_profile(name: str) -> DeviceProfile:
     """A profile by name, or from a path ending in .toml. Raises UnknownNameError or InputFileError."""
     if name.endswith(".toml"):
         return read_profile(Path(name))
-    if name not in list_devices():
-        raise UnknownNameError("device", name, list_devices())
+    check_known("device", name, list_devices())
     return read_profile(DATA / "profiles" / f"{name}.toml")
 
 

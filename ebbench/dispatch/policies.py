@@ -23,7 +23,7 @@ from ebbench.dispatch.immediate import (
     RoundRobin,
 )
 from ebbench.dispatch.staggered import OF_THE_CALLER, StaggeredDispatcher, StaggeredSettings
-from ebbench.errors import UnknownNameError
+from ebbench.errors import check_known
 
 SLACK = Setting(
     "open requests by which a unit may exceed another before its cached prefix stops counting",
@@ -73,8 +73,7 @@ class DispatchSpec:
 def parse_dispatch(text: str) -> DispatchSpec:
     """Parse ``NAME[:key=value,...]``. Raises UnknownNameError for a name or key, UsageError for a value."""
     kind, rest = split_kind(text)
-    if kind not in DESCRIPTIONS:
-        raise UnknownNameError("dispatch policy", kind, DESCRIPTIONS)
+    check_known("dispatch policy", kind, DESCRIPTIONS)
     return DispatchSpec(kind, tuple(sorted(named_settings(rest, _SETTINGS.get(kind, {}), f"dispatch {kind}").items())))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ebbench.config.declare import check_ranges, declare, named_settings, setting, settings_of, split_kind
-from ebbench.errors import UnknownNameError, UsageError
+from ebbench.errors import UsageError, check_known
 
 # Faults of the fake server, and the requests that they affect.
 #
@@ -67,8 +67,7 @@ class Fault:
 def parse_fault(text: str) -> Fault:
     """Parse ``KIND[:key=value,...]``. Raises UsageError that names the invalid part."""
     kind, rest = split_kind(text)
-    if kind not in KINDS:
-        raise UnknownNameError("fault", kind, KINDS)
+    check_known("fault", kind, KINDS)
     return Fault(kind, **named_settings(rest, settings_of(Fault), f"fault {kind}"))
 
 

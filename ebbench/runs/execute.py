@@ -37,7 +37,6 @@ from ebbench.spec.server import AUTO, DEFAULT_CLASS, OFF, VIRTUAL_TIME, EngineOp
 from vllm_eb.policy import PolicySpec
 
 if TYPE_CHECKING:
-    from ebbench.engines.base import Engine
     from ebbench.records.manifest import Manifest
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_VLLM, Declared, declared_in
 from ebbench.engines.base import refuse_server_settings
-from ebbench.errors import UnknownNameError, UsageError
+from ebbench.errors import UnknownNameError, UsageError, check_known
 from ebbench.foreign.documents import load_toml, read_toml, toml_value
 from ebbench.spec.commands import DEFAULTS, SET_BY_SEARCH, PlanCommand, RunCommand, SearchCommand
 from ebbench.spec.run import RunSpec, known_settings, make_spec, named_as_keys, settings_of
@@ -142,8 +142,7 @@ def of_keywords(given: Mapping[str, Any], known: Collection[str], table: Any = R
     for key in given:
         if key not in known and key in RUN_FILE.__struct_fields__:
             raise UsageError(f"{key} is not a setting of this function; leave it out")
-        if key not in known:
-            raise UnknownNameError("setting", key, known)
+        check_known("setting", key, known)
     asked = {key: _as_in_a_file(value) for key, value in given.items() if value is not None}
     try:
         checked = msgspec.convert(asked, table)

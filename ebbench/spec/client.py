@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ebbench.config.declare import CLIENT, MOST_SECONDS, check_range, check_ranges, declare, declared_in
 from ebbench.config.server_url import Endpoint
-from ebbench.errors import UnknownNameError, UsageError
+from ebbench.errors import UsageError, check_known
 from ebbench.network.credentials import api_key, written_forms
 from vllm_eb.settings import Setting
 
@@ -185,8 +185,7 @@ class ClientOptions:
         return self.client_nodes is not None or self.ray_address is not None
 
     def __post_init__(self) -> None:
-        if self.endpoint not in get_args(Endpoint):
-            raise UnknownNameError("endpoint", self.endpoint, get_args(Endpoint))
+        check_known("endpoint", self.endpoint, get_args(Endpoint))
         check_ranges(self)
         for name, value in (("--warmup", self.warmup), ("--slot-spacing", self.slot_spacing_s)):
             check_range(name, value, Setting("", at_least=0))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, MOST_SECONDS, check_ranges, declare, declared_in
-from ebbench.errors import UnknownNameError, UsageError
+from ebbench.errors import UnknownNameError, UsageError, check_known
 
 if TYPE_CHECKING:
     from vllm_eb.theory import Drafts
@@ -107,8 +107,7 @@ def parse_speculative(text: str) -> Speculative:
         raise UsageError(f"{OPTION} {text!r}: name the method, one of {', '.join(METHODS)}; for example {EXAMPLE}")
     if method in _ELSEWHERE or method.endswith("_mtp"):
         raise UsageError(f"{OPTION}: method {method} is vLLM's, but not simulated; use {', '.join(METHODS)}")
-    if method not in METHODS:
-        raise UnknownNameError("method of speculative decoding", method, tuple(METHODS))
+    check_known("method of speculative decoding", method, METHODS)
     tokens = _tokens(given.pop("tokens", None))
     rates = _acceptance(given.pop("acceptance", None), tokens)
     if given:
