@@ -295,9 +295,8 @@ def _warnings(collected: Collected, stamps: Stamps | None, columns: Mapping[str,
         warnings.append(warning("rows-left-out", rows=rows, dropped=dropped, kept_with=keeps))
     if collected.derived_block:
         warnings.append(warning("block-size-derived", block_tokens=collected.block_tokens))
-    if collected.early_ends is not None:
-        count, line = collected.early_ends
-        warnings.append(warning("ends-before-starts", requests=count, first_line=line))
+    for code, (count, line) in collected.odd.items():
+        warnings.append(warning(code, requests=count, first_line=line))
     if collected.cached_share and not collected.hash_counts:
         sessions = bool(collected.sessions)
         warnings.append(warning("hits-not-replayed", cached_share=collected.cached_share, sessions=sessions))
