@@ -40,6 +40,7 @@ from ebbench.workloads.recorded import (
     answer_text,
     brings_results,
     calls_tools,
+    holds_media,
     is_empty,
     joined_text,
     parse_stamp,
@@ -354,6 +355,8 @@ class _Reader:
             yield warning("turns-by-delay", column=column, lengths_add=self.delays.lengths_add)
         if self._answered:
             yield warning("last-message-is-answer")
+        if "input" not in self._columns.names and any(holds_media(self._prompt(row.value)) for row in self._log.sample):
+            yield warning("texts-only")
 
     def rows(self) -> Rows:
         """All records, completed requests and dropped ones."""

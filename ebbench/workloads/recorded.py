@@ -345,18 +345,34 @@ def joined_text(value: Any) -> str:
     return ""
 
 
+_MEDIA = re.compile("image|audio|video|file|document")
+
+
+def holds_media(value: Any) -> bool:
+    """Whether a prompt has a part that is no text, such as an image, whose tokens :func:`joined_text` leaves out."""
+    if isinstance(value, Mapping):
+        kind = value.get("type")
+        return (isinstance(kind, str) and _MEDIA.search(kind) is not None) or holds_media(value.get("content"))
+    return isinstance(value, list) and any(map(holds_media, value))
+
+
 def _calls(message: Mapping[str, Any]) -> str:
     """Names and arguments of the tools that a message calls, which are tokens of the model as well."""
     calls = message.get("tool_calls") or [message.get("function_call")]
     if not isinstance(calls, Sequence):
         return ""
     functions = [call.get("function", call) for call in calls if isinstance(call, Mapping)]
-    if message.get("type") == "function_call":
+    if message.get("type") in ("function_call", "tool_use"):
         functions.append(message)
     words = [
-        function.get(key) for function in functions if isinstance(function, Mapping) for key in ("name", "arguments")
+        function.get(key)
+        for function in functions
+        if isinstance(function, Mapping)
+        for key in ("name", "arguments", "input")
     ]
-    return "\n".join(word for word in words if isinstance(word, str))
+    return "\n".join(
+        json.dumps(word) if isinstance(word, dict) else word for word in words if isinstance(word, str | dict)
+    )
 
 
 def answer_text(value: Any) -> str:
@@ -367,7 +383,7 @@ def answer_text(value: Any) -> str:
     if isinstance(value, Mapping):
         if isinstance(choices := value.get("choices"), Sequence) and choices:
             return answer_text(choices[0])
-        thinking = value.get("reasoning_content") or value.get("reasoning")
+        thinking = value.get("reasoning_content") or value.get("reasoning") or value.get("thinking")
         own = next((value[key] for key in ("message", "body", "content", "text", "output") if value.get(key)), "")
         parts = (thinking if isinstance(thinking, str) else "", answer_text(own), _calls(value))
         return "\n".join(filter(None, parts))
@@ -378,7 +394,8 @@ def answer_text(value: Any) -> str:
 
 _SEPARATED = re.compile(r"\d{1,3}(?:[.,' _]\d{3})+(?:[.,]\d+)?")
 """A number with thousands separators, such as ``1,234`` or ``1.234,0``."""
-MOST_TOKENS = int(np.iinfo(np.int32).max)
+MOST_TOKENS = 1 << 24
+"""No model takes or answers more; a longer request would take gigabytes of memory wherever lengths are counted."""
 
 
 class Recorded(NamedTuple):
@@ -544,7 +561,7 @@ def read_number(
     log: LogFile, line: int, what: str, name: str, value: Any, least: float = -sys.float_info.max
 ) -> float | None:
     """A number of at least ``least``, None for an empty cell. Raises InputFileError that says ``what`` it is."""
-    if is_empty(value):
+    if value is None or value == "":
         return None
     try:
         number = math.nan if isinstance(value, bool) else float(value)

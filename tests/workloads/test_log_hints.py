@@ -33,6 +33,8 @@ BAD = [
     ('timestamp,input_tokens,output_tokens,n\n0.1,1,1,a\n0.2,1,1,"b\n0.3,1,1,c\n', 2, "a quote is not closed"),
     ("\n\n" + HEADER + "0.1,1,1\n0.2,1,x\n", 5, "expected a number of tokens in output_tokens, found 'x'$"),
     (HEADER + "0.1,1,5.5\n", 2, "found '5.5'$"),
+    (HEADER + "0.1,1,1\n0.2,1,2000000000\n", 3, "expected 0 to 16,777,216 tokens in output_tokens"),
+    (HEADER + "2026-03-02T09:00:00Z,1,1\n1970-01-01T00:00:00Z,1,1\n", None, "56 years, from line 3 to line 2"),
     (HEADER, None, "only a header"),
     ("0.5,12,9\n0.6,15,8\n", 1, "holds values; put a line with names above it"),
     ("city,population\nBern,1\n", 1, r"nearest format: table \(CSV, Parquet or JSON lines"),
