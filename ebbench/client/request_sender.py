@@ -28,6 +28,7 @@ from ebbench.network.connections import (
     tls_context,
 )
 from ebbench.network.credentials import api_key
+from ebbench.network.questions import decoded
 from ebbench.spec.client import ClientOptions, Connecting
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ class HttpExchange:
         if self.status < 200:  # an interim response; the final one follows
             self.headers = {}
             return
-        plain = self.headers.get(b"content-encoding", b"identity") == b"identity"
+        plain = not _compressed(self.headers.get(b"content-encoding", b"").decode("latin-1"))
         streamed = self._receiver.takes(self.headers.get(b"content-type", b"").decode("latin-1"))
         self._tapped = self.status == 200 and streamed and plain
         self._connection.begun()
@@ -271,6 +272,12 @@ _ANSWERED, _BODY_END_S = "answered", 0.1
 """Why the client ends a request whose body goes on after the answer, and the seconds that it waits for its end."""
 
 _NO_COMPRESSION = "compression buffers tokens, so their times are not those of generation"
+_CODINGS = frozenset({"gzip", "x-gzip", "deflate", "compress", "x-compress", "br", "zstd", "dcb", "dcz"})
+
+
+def _compressed(encoding: str) -> bool:
+    """Whether a content-encoding is compressed; what is no coding (``Identity``, ``UTF-8``) changes no byte."""
+    return not _CODINGS.isdisjoint(encoding.lower().replace(" ", "").split(","))
 
 
 class _OpenRequest:
@@ -419,7 +426,7 @@ class RequestSender:
         response = await client.send(request, stream=True)
         try:
             streamed.head(response.status_code, time.monotonic_ns())
-            plain = response.headers.get("content-encoding", "identity") == "identity"
+            plain = not _compressed(response.headers.get("content-encoding", ""))
             stream = streamed.takes(response.headers.get("content-type", ""))
             if response.status_code == 200 and stream and plain:
                 async for data in response.aiter_raw():
@@ -493,11 +500,13 @@ async def _bounded_body(response: httpx.Response) -> bytes:
 
 def _refused(streamed: StreamedResponse, status: int, body: bytes, headers: Mapping[str, str]) -> None:
     """Record a response with an error status, with the headers that give the remedy."""
-    encoding = headers.get("content-encoding", "identity")
-    if status == 200 and encoding != "identity":
+    encoding = headers.get("content-encoding", "")
+    if status == 200 and _compressed(encoding):
         message = f"the server sent its stream with content-encoding {encoding[:_HEADER_CHARACTERS]}; {_NO_COMPRESSION}"
         streamed.fail("compressed_stream", message)
         return
+    with contextlib.suppress(TransportError):  # as it came, where it cannot be decoded
+        body = decoded(body, encoding, BODY_BYTES)
     text = body.decode("utf-8", "backslashreplace")
     wanted = ("Content-Type",) if status == 200 else ("Retry-After", "Location")
     advice = [f"{name}: {headers[name.lower()][:_HEADER_CHARACTERS]}" for name in wanted if headers.get(name.lower())]

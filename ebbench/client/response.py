@@ -249,7 +249,7 @@ class StreamedResponse:
         if choices:
             choice = choices[0]
             if self._chat:
-                self._chat_choice(choice, now_ns)
+                self._chat_choice(choice, data, now_ns)
             else:
                 text = choice.text
                 if not text:
@@ -265,15 +265,16 @@ class StreamedResponse:
                 self.finish_reason = choice.finish_reason
             if choice.error:
                 self.fail("error_frame", stream_messages.reason_in(choice.error))
-        if message.usage:
-            self._count(message.usage)
-        if message.usage or self.finish_reason:
+        usage = message.usage or (choices and choices[0].usage)
+        if usage:
+            self._count(usage)
+        if usage or self.finish_reason:
             self._last = (*self._last[-1:], data)
         if message.error:
             self._failed(message.error, data)
         elif isinstance(message, Translated):
             self._end(message, data)
-        elif not choices and (not message.usage or stream_messages.may_report_failure(data)):
+        elif not choices and (not usage or stream_messages.may_report_failure(data)):
             self._without_choices(data)
 
     def _end(self, message: Translated, data: bytes) -> None:
@@ -297,35 +298,37 @@ class StreamedResponse:
         if isinstance(model, str) and model[:LONGEST_MODEL] != self.model:
             self.models[MOST_MODELS - 1 :] = [model[:LONGEST_MODEL]]
 
-    def _chat_choice(self, choice: ChatChoice, now_ns: int) -> None:
+    def _chat_choice(self, choice: ChatChoice, data: bytes, now_ns: int) -> None:
         delta = choice.delta or _NO_DELTA
-        thought = delta.reasoning or delta.reasoning_content
-        text = delta.content or thought or delta.refusal
-        called = delta.tool_calls or delta.function_call
+        answer, called = delta.content or delta.refusal or "", delta.tool_calls or delta.function_call
+        thought = delta.reasoning or delta.reasoning_content or ""
+        if not (answer or thought or called):
+            thought = stream_messages.thinking_elsewhere(data)
         if thought:
             self.thinking_messages += 1
             self.thinking_letters += len(thought)
-        elif self.thinking_messages and not self.first_answer_ns and (text or called):
-            self.first_answer_ns = now_ns
-        if text:
+        if self.thinking_messages and not self.first_answer_ns and (answer or called):
+            self.first_answer_ns = now_ns  # also in the message that ends the thinking
+        if answer or thought:
+            letters = len(answer) + len(thought)
             if not self.letters:
-                self.first_letters = len(text)
-            self.letters += len(text)
+                self.first_letters = letters
+            self.letters += letters
         elif not called:
-            if delta.role is not None and not choice.finish_reason:
-                return  # carries the role only, no token
+            if delta.role is not None and not choice.finish_reason and not self.times_ns:
+                return  # carries the role only, no token; some servers repeat it in each message
             self.empty.append(len(self.times_ns))
         self.times_ns.append(now_ns)
         if self._texts is not None:  # apart, since later turns repeat answers, not thinking
-            if delta.content:
-                self._texts.append(delta.content)
-            elif thought:
+            if answer:
+                self._texts.append(answer)
+            if thought:
                 self._thoughts.append(thought)
 
     def _count(self, usage: Any) -> None:
         fields = self._dialect.counts
         if fields.beside and isinstance(self.usage, dict) and isinstance(usage, dict):  # the last one may be a part
-            usage = self.usage | {name: value for name, value in usage.items() if value is not None}
+            usage = self.usage | {name: value for name, value in usage.items() if value or name not in self.usage}
         self.usage, self._counts = usage, None
         if len(self.times_ns) == len(self.empty) + 1 and isinstance(usage, dict):
             self.first_count = whole_number(usage.get(fields.completion))

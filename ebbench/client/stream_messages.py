@@ -147,11 +147,12 @@ _NO_REASON = frozenset({"", "null", "none", "undefined", "unspecified", "finish_
 
 
 class Choice(msgspec.Struct, gc=False):
-    """A choice of the completions endpoint."""
+    """A choice of the completions endpoint. Few servers have the ``usage`` in it (Moonshot)."""
 
     text: str | None = None
     finish_reason: str | None = None
     error: Any = None
+    usage: Any = None
 
 
 class Delta(msgspec.Struct, gc=False):
@@ -172,6 +173,7 @@ class ChatChoice(msgspec.Struct, gc=False):
     delta: Delta | None = None
     finish_reason: str | None = None
     error: Any = None
+    usage: Any = None
 
 
 class Completion(msgspec.Struct, gc=False):
@@ -238,7 +240,7 @@ def is_keep_alive(data: bytes, kind: bytes = b"") -> bool:
 def parse_document(data: bytes) -> Mapping[str, Any] | None:
     """The JSON object in ``data``, with NaN and bytes that are no UTF-8 accepted; None if it is none."""
     try:
-        document = json.loads(data.decode("utf-8", "replace"), parse_int=_integer)
+        document = json.loads(data.removeprefix(_BOM).decode("utf-8", "replace"), parse_int=_integer)
     except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
@@ -255,10 +257,27 @@ def tolerant(document: Mapping[str, Any], chat: bool) -> Completion | Chat:
     choices = [choice for choice in given if isinstance(choice, Mapping)] if isinstance(given, list) else []
     rest = (text_or_none(document.get("model")), document.get("usage"), document.get("error"))
     if chat:
-        return Chat([ChatChoice(_delta(choice), _finish(choice), choice.get("error")) for choice in choices], *rest)
-    return Completion(
-        [Choice(text_or_none(choice.get("text")), _finish(choice), choice.get("error")) for choice in choices], *rest
-    )
+        return Chat([ChatChoice(_delta(choice), *_about(choice)) for choice in choices], *rest)
+    return Completion([Choice(text_or_none(choice.get("text")), *_about(choice)) for choice in choices], *rest)
+
+
+_ELSEWHERE = re.compile(rb'"(?:reasoning|thinking|thought)\w*"\s*:\s*["\[{]')
+_TEXTS = ("text", "thinking", "summary", "content")
+
+
+def thinking_elsewhere(data: bytes) -> str:
+    """The thinking in a chat message under no usual name (``thinking``, ``reasoning_text``, ``reasoning_details``)."""
+    choices = (parse_document(data) or {}).get("choices") if _ELSEWHERE.search(data) else None
+    delta = choices[0].get("delta") if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
+    fields = delta.items() if isinstance(delta, dict) else ()
+    return "".join(_texts_in(value) for name, value in fields if name.startswith(("reasoning", "thinking", "thought")))
+
+
+def _texts_in(value: Any) -> str:
+    """The texts in a value: a string, an object with one, or a list of these."""
+    if isinstance(value, Mapping):
+        return "".join(_texts_in(value[name]) for name in _TEXTS if name in value)
+    return "".join(map(_texts_in, value)) if isinstance(value, list) else text_or_none(value) or ""
 
 
 def _delta(choice: Mapping[str, Any]) -> Delta:
@@ -284,6 +303,10 @@ def _text_of_parts(content: Any, kind: str) -> str | None:
         return None
     inner = [part.get(kind) for part in content if isinstance(part, Mapping)]
     return "".join(_text_of_parts(part_text, "text") or text_or_none(part_text) or "" for part_text in inner) or None
+
+
+def _about(choice: Mapping[str, Any]) -> tuple[str | None, Any, Any]:
+    return _finish(choice), choice.get("error"), choice.get("usage")
 
 
 def _finish(choice: Mapping[str, Any]) -> str | None:

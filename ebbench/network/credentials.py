@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable, Mapping
 from urllib.parse import quote
 
+from ebbench.errors import UsageError
+
 KEY_VARIABLES = ("EBBENCH_API_KEY", "OPENAI_API_KEY")
 HIDDEN = "[hidden]"
 LONG = 8  # characters; a shorter text is hidden as a whole word only, as it may be part of any word
@@ -15,8 +17,18 @@ _LEAST_PART = 4  # characters of a secret at the end of a text that was cut
 
 
 def api_key(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The API key from the environment. It is not stored or logged, and sent to the server only."""
-    return next((environ[name] for name in KEY_VARIABLES if environ.get(name)), None)
+    """The API key from the environment. It is not stored or logged, and sent to the server only.
+
+    White space around it, as of a file that it was read from, is no part of it. Raises UsageError for a key that no
+    header can hold.
+    """
+    name = next((name for name in KEY_VARIABLES if environ.get(name, "").strip()), None)
+    if name is None:
+        return None
+    key = environ[name].strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UsageError(f"{name} holds a line break or a character beyond ASCII, which no API key has")
+    return key
 
 
 def written_forms(values: Iterable[str]) -> tuple[str, ...]:

@@ -195,6 +195,10 @@ class ClientOptions:
             )
         if self.host_label is not None and not self.host_label.strip():
             raise UsageError("--host-label is empty; name the machine, or leave it out")
+        if several := next((name for name in ("n", "best_of") if self.extra_body.get(name) not in (None, 1)), ""):
+            raise UsageError(
+                f"--extra-body {several}: the times of several answers are mixed in one stream; leave it out"
+            )
         if any(set("\r\n") & set(f"{name}{value}") for name, value in self.headers.items()):
             raise UsageError("a header must not contain a line break")
 

@@ -96,6 +96,43 @@ def test_reasoning_counts_as_output() -> None:
     assert answer.empty == []
 
 
+@pytest.mark.parametrize(
+    "thought",
+    ['"thinking":"so"', '"reasoning_text":"so"', '"reasoning_details":[{"type":"reasoning.text","text":"so"}]'],
+)
+def test_thinking_under_another_name_is_the_first_token(thought: str) -> None:
+    answer = StreamedResponse(DIALECTS["chat"], keep_text=False)
+    answer.feed(b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n', 1)
+    answer.feed(b'data: {"choices":[{"delta":{"role":"assistant","content":"",%b}}]}\n\n' % thought.encode(), 2)
+    answer.feed(b'data: {"choices":[{"delta":{"content":"yes"},"finish_reason":"stop"}]}\n\n', 3)
+    answer.feed(b'data: {"choices":[],"usage":{"completion_tokens":2}}\n\n', 4)
+    assert list(classify(answer, 2, exact=True).tokens.times_ns) == [2, 3]
+    assert (answer.thinking_tokens, answer.first_answer_ns) == (1, 3)
+
+
+def test_an_answer_begins_in_the_message_that_ends_the_thinking() -> None:
+    answer = StreamedResponse(DIALECTS["chat"], keep_text=True)
+    answer.feed(b'data: {"choices":[{"delta":{"reasoning":"so"}}]}\n\n', 1)
+    answer.feed(b'data: {"choices":[{"delta":{"reasoning":".","content":"yes"}}]}\n\n', 2)
+    answer.feed(b'data: {"choices":[{"delta":{"content":"!"}}]}\n\n', 3)
+    assert (answer.first_answer_ns, answer.thinking_messages, answer.letters, answer.text) == (2, 2, 7, "yes!")
+
+
+def test_a_token_without_text_in_a_message_that_repeats_the_role_has_its_time() -> None:
+    answer = StreamedResponse(DIALECTS["chat"], keep_text=False)
+    for now, text in enumerate(["", "a", "", "b"], start=1):
+        answer.feed(b'data: {"choices":[{"delta":{"role":"assistant","content":"%b"}}]}\n\n' % text.encode(), now)
+    answer.feed(b'data: {"choices":[{"delta":{},"finish_reason":"stop"}],"usage":{"completion_tokens":3}}\n\n', 9)
+    assert list(classify(answer, 3, exact=True).tokens.times_ns) == [2, 3, 4]
+
+
+def test_a_zero_that_repeats_a_count_does_not_replace_it() -> None:
+    answer = StreamedResponse(DIALECTS["messages"], keep_text=False)
+    answer.feed(b'data: {"type":"message_start","message":{"usage":{"input_tokens":8,"output_tokens":1}}}\n\n', 1)
+    answer.feed(b'data: {"type":"message_delta","usage":{"input_tokens":0,"output_tokens":2}}\n\n', 2)
+    assert (answer.counts().prompt, answer.counts().completion) == (8, 2)
+
+
 def test_an_error_at_the_top_level_of_a_message_is_an_error() -> None:
     answer = StreamedResponse(DIALECTS["completions"], keep_text=False)
     answer.feed(b'data: {"object":"error","message":"out of memory","code":500}\n\n', 1)
@@ -360,13 +397,23 @@ def test_options_refuse_what_makes_no_sense() -> None:
         ({"idle_timeout_s": 0}, "--idle-timeout"),
         ({"workers": -1}, "--workers"),
         ({"headers": {"x": "a\r\nb: c"}}, "line break"),
+        ({"extra_body": {"n": 2}}, "several answers"),
         ({"vocab_size": 0}, "--vocab-size"),
         ({"warmup": -1}, "--warmup"),
     ]:
         with pytest.raises(UsageError, match=message):
             ClientOptions(**settings)  # type: ignore[arg-type]
     assert api_key({"OPENAI_API_KEY": "a", "EBBENCH_API_KEY": "b"}) == "b"
+    assert api_key({"OPENAI_API_KEY": "a", "EBBENCH_API_KEY": " \n"}) == "a"
     assert api_key({"OPENAI_API_KEY": ""}) is None
+
+
+@pytest.mark.parametrize("key", ["a\r\nx-other: b", "clé"])
+def test_a_key_that_no_header_can_hold_is_refused_without_showing_it(key: str) -> None:
+    assert api_key({"OPENAI_API_KEY": "a-b\n"}) == "a-b"
+    with pytest.raises(UsageError, match="OPENAI_API_KEY holds") as refused:
+        api_key({"OPENAI_API_KEY": key})
+    assert key not in str(refused.value)
 
 
 def test_a_ramp_slows_the_start_and_keeps_the_rest() -> None:

@@ -55,6 +55,9 @@ ACCEPTED = {
     "an empty finish reason until the last": event(said("a", "")) + event(said("b", "")) + C + USAGE,
     "empty error fields": event(said("a", error="")) + event(said("b", error={})) + event(said("c", "x")) + USAGE,
     "filter results first": event({"choices": [], "prompt_filter_results": [{"index": 0}]}) + A + B + C + USAGE,
+    "usage in the last choice (Moonshot)": A + B + event({"choices": [
+        {"text": "c", "finish_reason": "stop", "usage": counted(3)["usage"]}
+    ]}) + DONE,
     "usage in each message": b"".join(
         event(said(t, f, usage={"completion_tokens": n})) for t, f, n in (("a", "", 1), ("b", "", 2), ("c", "stop", 3))
     ),
@@ -185,14 +188,16 @@ def test_a_connection_is_kept_although_the_body_ends_a_little_later(transport: s
 @pytest.mark.parametrize("transport", ["direct", "httpx"])
 def test_the_client_asks_for_an_uncompressed_stream_and_names_another(transport: str) -> None:
     async def answer(asked: Asked) -> None:
-        squeezed = zlib.compress(A + B + C + USAGE, wbits=31)
-        await asked.send(EVENTS.replace(b"\r\n\r\n", b"\r\ncontent-encoding: gzip\r\n\r\n") + chunk(squeezed) + END)
+        squeezed = zlib.compress(REASON.encode() if asked.number else A + B + C + USAGE, wbits=31)
+        head = EVENTS.replace(b"\r\n\r\n", b"\r\ncontent-encoding: gzip\r\n\r\n")
+        await asked.send((head.replace(b"200 OK", b"503 Busy") if asked.number else head) + chunk(squeezed) + END)
 
     with raw_server(answer) as server:
-        done = run(server.url, plan_of(1, output_tokens=3), transport=transport)
+        done = run(server.url, plan_of(2, concurrency=1, output_tokens=3), transport=transport)
         assert server.asked[0].headers["accept-encoding"] == "identity"
-    assert column(done, "error_class") == ["compressed_stream"]
+    assert column(done, "error_class") == ["compressed_stream", "http_503"]
     assert "content-encoding gzip" in column(done, "error_body")[0]
+    assert column(done, "error_body")[1] == REASON
 
 
 CHAT: dict[str, list[dict[str, Any]]] = {
@@ -209,7 +214,14 @@ CHAT: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("transport", ["direct", "httpx"])
-@pytest.mark.parametrize("kind", [b"", b"content-type: text/plain\r\n", b"content-type: application/octet-stream\r\n"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        b"content-encoding: Identity\r\n",
+        b"content-type: text/plain\r\ncontent-encoding:\r\n",
+        b"content-type: application/octet-stream\r\ncontent-encoding: UTF-8\r\n",
+    ],
+)
 def test_a_stream_is_one_whatever_its_type_says_or_not(kind: bytes, transport: str) -> None:
     head = b"HTTP/1.1 200 OK\r\n" + kind + b"transfer-encoding: chunked\r\n\r\n"
 
