@@ -192,10 +192,11 @@ Alert = Literal["", "worse", "doubt"]
 
 @dataclass(frozen=True)
 class Trend:
-    """One figure of a series. ``newest``: the last point against those since the last change; None without two.
+    """One figure of a series. ``newest``: the last point that has it against those since the last change; None without
+    two.
 
-    ``alert``: ``worse`` if the last point fails, or if the last change was for the worse; ``doubt`` if the last point
-    is worse than all since the last change, by more than the margin, but has too few runs to show it.
+    ``alert``: ``worse`` if that point fails, or if the last change was for the worse; ``doubt`` if that point is worse
+    than all since the last change, by more than the margin, but has too few runs to show it.
     """
 
     kind: SeriesKind
@@ -205,6 +206,11 @@ class Trend:
     changes: tuple[Change, ...] = ()
     newest: Judged | None = None
     alert: Alert = ""
+
+    @property
+    def judged(self) -> list[int]:
+        """The places of the points that have the figure."""
+        return [place for place, value in enumerate(self.values) if value is not None]
 
 
 def trend_of(kind: SeriesKind, points: Sequence[Point], figure: str, rules: Rules = DEFAULT_RULES) -> Trend:

@@ -133,7 +133,7 @@ def _repeated(key: str) -> Pattern:
     """A short list of kinds, repeated."""
 
     def pattern(v: ConfigValues, layers: int) -> Kinds:
-        listed = v.listed(key) or ["attention"]
+        listed = v.listed(key) or ["recurrent", "recurrent", "attention"]
         return [str(listed[layer % len(listed)]) for layer in range(layers)]
 
     return pattern
@@ -238,7 +238,7 @@ QWEN3_NEXT = Family(defaults=_DELTA_DEFAULTS, layers=_DELTA, experts=True, qk_no
                     pattern=every(4, "full_attention_interval", otherwise=LINEAR),
                     understood=("attn_output_gate",))  # fmt: skip
 DEEPSEEK = Family(layers=_LATENT, experts=True)
-DSA = replace(DEEPSEEK, layers={FULL: (latent, index)}, understood=_NOT_SPARSE)
+DSA = replace(DEEPSEEK, layers={FULL: (latent, index)}, understood=_NOT_SPARSE, defaults={"first_k_dense_replace": 3})
 _BLOCK_SPARSE_MOE = ModuleNames(experts="block_sparse_moe.experts")
 MINIMAX_M3 = Family(
     modules=ModuleNames(mlp="block_sparse_moe", experts="block_sparse_moe.experts"),
@@ -276,6 +276,7 @@ _HUNYUAN_KEYS = (
 )
 HUNYUAN = Family(qk_norm=True, understood=_HUNYUAN_KEYS)
 BAILING = Family(experts=True, qk_norm=True, understood=("group_norm_size", "linear_silu", "layer_group_size"))
+_FIRST_DENSE = {"first_k_dense_replace": 1}
 _ONE_SHARED = {"num_shared_experts": 1, "first_k_dense_replace": 1}
 ERNIE = Family(tied=True, defaults={"head_dim": 128})
 
@@ -321,7 +322,7 @@ def _step_window(v: ConfigValues, layers: int) -> Any:
 
 
 GEMMA4 = replace(GEMMA3, defaults={"head_dim": 256}, experts=True, modules=ModuleNames(experts="experts"),
-                 others=_per_layer_inputs, pattern=every(6),
+                 others=_per_layer_inputs, pattern=lambda v, layers: [*every(6)(v, layers)[:-1], FULL],
                  layers={FULL: (_gemma4_full,), WINDOW: (softmax("window"),)},
                  shared_width=("intermediate_size",), understood=("use_double_wide_mlp",))  # fmt: skip
 
@@ -345,7 +346,7 @@ FAMILIES: Mapping[str, Family] = {
                      understood=("num_kv_heads", "new_decoder_architecture")),
     **dict.fromkeys(("glm4", "glm4v_text", "glm4v", "glm_ocr_text"), replace(DENSE, norms=4)),
     "muse_glimmer_text": replace(
-        DENSE, norms=4, pattern=every(4),
+        DENSE, norms=4, pattern=lambda v, layers: every(4, first=True)(v, layers)[::-1],  # counted from the last
         layers={FULL: (softmax(gate="element"),), WINDOW: (softmax("window", gate="element"),)},
     ),
     "olmo2": replace(DENSE, qk_norm=True),
@@ -367,7 +368,7 @@ FAMILIES: Mapping[str, Family] = {
     "gptj": replace(GPT2, tied=False, others=None, understood=("rotary_dim",)),
     "bloom": replace(GPT2, others=None),
     **dict.fromkeys(("cohere", "cohere2_vision_text"), COHERE),
-    "cohere2": replace(COHERE, pattern=every(4, "sliding_window_pattern", "layer_switch"), defaults={"head_dim": 128},
+    "cohere2": replace(COHERE, pattern=every(4, "sliding_window_pattern", "layer_switch"),
                        understood=("order_of_interleaved_layers", "layer_switch", "use_parallel_block",
                                    "use_parallel_embedding")),
     "gemma": GEMMA,
@@ -381,14 +382,14 @@ FAMILIES: Mapping[str, Family] = {
     ),
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified_text"), GEMMA4),
     **dict.fromkeys(("exaone4", "exaone4_5_text"), EXAONE4),
-    "exaone_moe": replace(EXAONE4, experts=True, defaults={"first_k_dense_replace": 1}),
+    "exaone_moe": replace(EXAONE4, experts=True, defaults=_FIRST_DENSE),
     **dict.fromkeys(("ernie4_5", "paddleocr_vl_text"), ERNIE),
     "ernie4_5_moe": replace(MIXTURE, tied=True, wide_router=True),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_vl_text"), HUNYUAN),
     "hunyuan_v1_moe": replace(HUNYUAN, experts=True, defaults={"num_shared_expert": 1},
                               understood=(*_HUNYUAN_KEYS, "use_mixed_mlp_moe")),
     "hy_v3": replace(MIXTURE, qk_norm=True, wide_router=True, understood=("enable_moe_fp32_combine",),
-                     defaults={"first_k_dense_replace": 1}),
+                     defaults=_FIRST_DENSE),
     "mixtral": replace(MIXTURE, modules=_BLOCK_SPARSE_MOE),
     "minimax_m2": replace(MIXTURE, modules=_BLOCK_SPARSE_MOE, qk_norm=True, joint_norms=True, wide_router=True),
     **dict.fromkeys(("phimoe", "granitemoe", "granitemoeshared", "olmoe", "flex_olmo", "deepseek",
@@ -397,8 +398,9 @@ FAMILIES: Mapping[str, Family] = {
     "dots1": replace(MIXTURE, pattern=_after_layers),
     "granitemoe_swa": replace(MIXTURE, pattern=every(4, first=True)),
     "mellum": replace(MIXTURE, qk_norm=True, pattern=_all(FULL)),
-    "laguna": replace(MIXTURE, qk_norm=True, pattern=_all(FULL), layers={FULL: (softmax(gate="head"),),
-                      WINDOW: (softmax("window", gate="head"),)}, understood=("gating", "swa_attention_sink_enabled")),
+    "laguna": replace(MIXTURE, defaults=_FIRST_DENSE, qk_norm=True, pattern=_all(FULL),
+                      layers={FULL: (softmax(gate="head"),), WINDOW: (softmax("window", gate="head"),)},
+                      understood=("gating", "swa_attention_sink_enabled")),
     "afmoe": replace(MIXTURE, qk_norm=True, wide_router=True, norms=4, pattern=every(4, "global_attn_every_n_layers"),
                      layers={FULL: (softmax(gate="element"),), WINDOW: (softmax("window", gate="element"),)}),
     "cohere2_moe": replace(MIXTURE, tied=True, pattern=every(4, "sliding_window_pattern"),
@@ -410,8 +412,8 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("qwen3_5_text", "qwen3_5"), replace(QWEN3_NEXT, experts=False)),
     "olmo_hybrid": Family(layers={FULL: (softmax(),), LINEAR: (delta,)}, pattern=every(4, otherwise=LINEAR),
                           qk_norm=True),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "axk1", "glm4_moe_lite", "mistral4", "mistral4_text"),
-                    DEEPSEEK),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "axk1", "mistral4", "mistral4_text"), DEEPSEEK),
+    "glm4_moe_lite": replace(DEEPSEEK, defaults=_FIRST_DENSE),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), DSA),
     "hy_v4": replace(
         DSA, layers={FULL: (gated_latent, index)}, defaults={"first_k_dense_replace": 1, "index_topk_freq": 4},
@@ -423,7 +425,7 @@ FAMILIES: Mapping[str, Family] = {
         note=f"{_STREAMS}; blocks of its KV cache are sized as for other models with states",
     )),
     **dict.fromkeys(("step3p5", "step3p7"), replace(
-        MIXTURE, qk_norm=True, wide_router=True, pattern=_all(FULL),
+        MIXTURE, qk_norm=True, wide_router=True, pattern=_all(FULL), defaults=_FIRST_DENSE,
         layers={FULL: (softmax(),), WINDOW: (_step_window,)},
         understood=("moe_layers_enum", "moe_every_n_layer"))),
     "youtu": Family(layers=_LATENT, tied=True),
@@ -433,7 +435,7 @@ FAMILIES: Mapping[str, Family] = {
                            shared_width=("intermediate_size",),
                            understood=("attention_chunk_size", "use_qk_norm", "for_llm_compressor")),
     **dict.fromkeys(("mimo_v2_flash", "mimo_v2"), Family(
-        experts=True, wide_router=True, pattern=_mimo,
+        experts=True, defaults=_FIRST_DENSE, wide_router=True, pattern=_mimo,
         understood=("attention_chunk_size", "hybrid_block_size", "sliding_window_size"),
         layers={FULL: (softmax(),), WINDOW: (_mimo_window,)},
     )),
@@ -456,9 +458,9 @@ FAMILIES: Mapping[str, Family] = {
     "jamba": Family(layers={FULL: (softmax(),), LINEAR: (mamba1,)}, pattern=_period, experts=True,
                     understood=("mamba_inner_layernorms",)),
     "lfm2": LFM2,
-    "lfm2_moe": replace(LFM2, experts=True, width=None),
+    "lfm2_moe": replace(LFM2, experts=True, width=None, defaults={}),
     "kimi_linear": Family(layers={FULL: (latent,), LINEAR: (kimi_delta,)}, experts=True, pattern=_kimi,
-                          defaults={"first_k_dense_replace": 1}),
+                          defaults=_FIRST_DENSE),
     "recurrent_gemma": Family(
         layers={FULL: (softmax("window"),), LINEAR: (gated_recurrence,)}, pattern=_repeated("block_types"), tied=True,
         width=_half, understood=("_block_types",),

@@ -315,8 +315,8 @@ def mamba2(v: ConfigValues, layers: int) -> Mixer:
     hidden = v.number("hidden_size")
     heads = v.number("mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
     stated = v.get("mamba_d_head")
-    v.understood(("mamba_expand", "expand", "mamba_d_ssm", "mamba_chunk_size", "mamba_use_mlp"))
-    width = v.number("mamba_expand", default=2) * hidden // heads
+    v.understood(("mamba_expand", "expand", "mamba_chunk_size", "mamba_use_mlp"))
+    width = (v.number("mamba_d_ssm", default=0) or v.number("mamba_expand", default=2) * hidden) // heads
     if stated != "auto":
         width = v.number("mamba_head_dim", "mamba_d_head", default=width)
     groups, state = v.number("n_groups", "mamba_n_groups", default=1), v.number("ssm_state_size", "mamba_d_state")

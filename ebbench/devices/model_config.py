@@ -12,6 +12,7 @@ import re
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from ebbench.devices.geometry import Mixer, ModelGeometry
 from ebbench.devices.mixer_rules import NAMES, SHARES_CACHE, ConfigValues, head_dim_of, heads_of, shortened
 from ebbench.devices.routers import FLOAT32
 from ebbench.errors import InputFileError
-from ebbench.foreign.documents import read_object
+from ebbench.foreign.documents import read_object, read_toml
 
 # Opens a model's config.json and refuses values of the wrong kind, before they get a meaning.
 
@@ -133,6 +134,8 @@ _OF_ALL = (
 _NESTED = ("sparse_attention_config", "linear_attn_config", "moe_config")
 """Objects within a config.json whose values count as the model's own."""
 _LISTS_OF_KINDS = NAMES.superseded["kinds"].lists
+_VALUE_NAMES = {name: value for value, names in NAMES.values.items() for name in names}
+_MAIN = {"num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"}
 _KINDS = {name: kind for kind, names in NAMES.kinds.items() for name in names}
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4}
 _ENCODERS = ("is_encoder_decoder", "bert", "t5", "bart", "whisper")
@@ -154,9 +157,34 @@ def read_config(path: Path, *, assume_decoder: bool = False) -> ModelGeometry:
     """
     raw = read_model_file(path)
     of_params = "model_type" not in raw and {"dim", "n_layers", "n_heads"} <= raw.keys()  # a params.json
-    raw = _text_part(path, as_config(path, raw) if of_params else raw)
+    whole = as_config(path, raw) if of_params else raw
+    raw = _text_part(path, whole)
     family, doubts = _family(path, raw, assume_decoder)
-    return _geometry(path, {**family.defaults, **raw}, family, doubts, assume_decoder)
+    return _geometry(path, raw, _left_out(raw, family, within=raw != whole), family, doubts, assume_decoder)
+
+
+@cache
+def class_defaults() -> Mapping[str, Mapping[str, Any]]:
+    """What a key means that a config.json leaves out, by ``model_type``."""
+    return read_toml(Path(__file__).with_name("config_defaults.toml"))
+
+
+def _left_out(raw: Mapping[str, Any], family: Family, *, within: bool) -> dict[str, Any]:
+    """The defaults of the type for values that are given by none of their names; a null is given.
+
+    The main sizes only of a decoder ``within`` a model of images, of which transformers writes what differs from them:
+    without them another file is broken.
+    """
+    nested = (raw[name] for name in _NESTED if isinstance(raw.get(name), dict))
+    given = {_named(key) for part in (raw, *nested) for key in part}
+    of_class = class_defaults().get(str(raw.get("model_type")), {})
+    taken = {key: value for key, value in of_class.items() if within or _named(key) not in _MAIN}
+    return {key: value for key, value in {**taken, **family.defaults}.items() if _named(key) not in given}
+
+
+def _named(key: str) -> str:
+    """What the value of a key is called here."""
+    return _VALUE_NAMES.get(key, key)
 
 
 def _text_part(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,7 +198,8 @@ def _text_part(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     outer = {key: raw[key] for key in _OF_ALL if raw.get(key) is not None}
     tied = {key: outer[key] for key in (_TIED,) if key in outer}  # vLLM too: whoever has the head says it
     named = part.get("model_type") or NAMES.text_types.get(str(raw.get("model_type")), raw.get("model_type"))
-    return {**outer, **{key: value for key, value in part.items() if value is not None}, **tied, "model_type": named}
+    inner = {key: value for key, value in part.items() if value is not None or key not in outer}
+    return {**outer, **inner, **tied, "model_type": named}
 
 
 def _family(path: Path, raw: Mapping[str, Any], assume_decoder: bool) -> tuple[Family, tuple[str, ...]]:
@@ -192,11 +221,17 @@ def _family(path: Path, raw: Mapping[str, Any], assume_decoder: bool) -> tuple[F
 
 
 def _geometry(
-    path: Path, raw: Mapping[str, Any], family: Family, doubts: tuple[str, ...], assume_decoder: bool
+    path: Path,
+    given: Mapping[str, Any],
+    left_out: Mapping[str, Any],
+    family: Family,
+    doubts: tuple[str, ...],
+    assume_decoder: bool,
 ) -> ModelGeometry:
+    raw = {**left_out, **given}
     nested = [raw[name] for name in _NESTED if isinstance(raw.get(name), dict)]
     v = ConfigValues(path, {**raw, **ChainMap(*reversed(nested))})
-    v.understood((*_NESTED, *_OF_ALL))
+    v.understood((*_NESTED, *_OF_ALL, *left_out))
     v.understood(family.understood)
     v.understood(key for rule in NAMES.superseded.values() for given in rule.lists if v.has(given) for key in rule.keys)
     # The stated number of layers, else the number of kinds listed (Nemotron-H).

@@ -148,7 +148,7 @@ def _undecided(
     bounds: Mapping[str, Mapping[str, float]], enough_pairs: int | None = None, cause: Mapping[str, Any] | None = None
 ) -> str:
     parts = [
-        f"{label_of(figure)} may be up to {bound['up_to']:.1%} worse (margin {bound['margin']:.1%})"
+        f"{label_of(figure)} may be up to {numbers.percent(bound['up_to'])} worse (margin {100 * bound['margin']:g} %)"
         for figure, bound in bounds.items()
     ]
     if cause is not None:
@@ -172,7 +172,10 @@ VERDICTS: Texts = {
         f"{', '.join(label_of(figure) for figure in figures)} cannot be judged, since some runs have no value or zero"
     ),
     "undecided": _undecided,
-    "worse": lambda losses: "; ".join(f"{label_of(figure)} is {loss:.1%} worse" for figure, loss in losses.items()),
+    "none_worse": lambda at_most: f"no gated figure is worse by more than {numbers.percent(at_most)} (95 % confidence)",
+    "worse": lambda losses: "; ".join(
+        f"{label_of(figure)} is {numbers.percent(loss)} worse" for figure, loss in losses.items()
+    ),
     # What explains the spread of pairs.
     "second_better": lambda by: (
         f"whichever side ran second in a pair was better ({_changes(by)}): both runs of a pair send the same prompts, "

@@ -59,24 +59,40 @@ def load_and_limits(summaries: Sequence[Summary]) -> list[str]:
 
 
 def _load(summaries: Sequence[Summary]) -> str:
-    scenario = _common(summaries, lambda s: s.scenario) or "several scenarios"
+    scenario = _common(summaries, lambda s: s.scenario)
     parts = [summary.load.parts() for summary in summaries]
     shared = [text for name, text in parts[0].items() if all(of_run.get(name) == text for of_run in parts)]
-    return f"Load: {', '.join([*shared, f'scenario {scenario}'])}, {_seeds(summaries)}."
+    named = f"scenario {scenario}" if scenario else "several scenarios"
+    return f"Load: {', '.join([*shared, named])}, {_seeds(summaries)}."
 
 
 def _prefix_cache(summaries: Sequence[Summary]) -> str:
-    """The share of the prompt tokens that the prefix cache held, per policy if it differs."""
-    rates = by_key((s.policy, share) for s in summaries if (share := s.metrics.prefix_hit_rate) is not None)
-    if not rates:
-        known = any(summary.metrics.completed for summary in summaries)
+    """The share of the prompt tokens that the prefix cache held, per policy if it differs: means over the seeds."""
+    known = [summary for summary in summaries if summary.metrics.completed]
+    told = [summary for summary in known if summary.metrics.prefix_hit_rate is not None]
+    if not told:
         kept = ", and nothing emptied it before the run" if any(s.machine.cache_kept for s in summaries) else ""
         return f"Prefix cache: the server does not report hits{kept}." if known else ""
-    shown = {policy: percent(sum(values) / len(values)) for policy, values in rates.items()}
+    shown = {
+        policy: _range(_means(of_policy, lambda s: (s.metrics.prefix_hit_rate or 0.0, 1)), percent)
+        for policy, of_policy in by_key((summary.policy, summary) for summary in told).items()
+    }
+    untold = f", not reported in {len(known) - len(told)} of {len(known)} runs" if len(told) < len(known) else ""
     if len(set(shown.values())) == 1:
-        return f"Prefix cache: {next(iter(shown.values()))} of the prompt tokens were hits."
+        return f"Prefix cache: {next(iter(shown.values()))} of the prompt tokens were hits{untold}."
     shares = ", ".join(f"{share} ({policy})" for policy, share in shown.items())
-    return f"Prefix cache: hits among the prompt tokens {shares}."
+    return f"Prefix cache: hits among the prompt tokens {shares}{untold}."
+
+
+def _means(summaries: Sequence[Summary], of: Callable[[Summary], tuple[float, float]]) -> list[float]:
+    """The ratio of two sums over the runs of each load and environment, which are not averaged with each other."""
+    alike = by_key((tuple(sorted(summary.conditions.items())), of(summary)) for summary in summaries)
+    return [sum(part for part, _ in sums) / sum(whole for _, whole in sums) for sums in alike.values()]
+
+
+def _range(values: Sequence[float], show: Callable[[float], str]) -> str:
+    """``103``, or from the least to the greatest: ``62 to 103``."""
+    return " to ".join(dict.fromkeys((show(min(values)), show(max(values)))))
 
 
 def _drafted(summaries: Sequence[Summary]) -> str:
@@ -114,16 +130,17 @@ def _clients(summaries: Sequence[Summary]) -> str:
 
 
 def requests(summaries: Sequence[Summary]) -> str:
-    """The source of the request lengths, and their means in the first run."""
-    summary = summaries[0]
-    m = summary.metrics
-    if _common(summaries, lambda s: s.workload) is None:
+    """Number, workload and source of the requests, and mean lengths; ranges where loads or environments differ."""
+    workload, source = _common(summaries, lambda s: s.workload), _common(summaries, lambda s: s.source)
+    if workload is None:
         return ""
-    line = f"Requests: {count(m.planned)} of {summary.workload}, lengths from {summary.source or 'the plan'}"
-    if m.completed:
-        mean_in, mean_out = m.total_input_tokens / m.completed, m.total_output_tokens / m.completed
-        which = "" if m.completed == m.planned else " of those completed"
-        line += f", mean{which} {count(mean_in)} tokens in, {count(mean_out)} out"
+    line = f"Requests: {_range([s.metrics.planned for s in summaries], count)} of {workload}"
+    line += "" if source is None else f", lengths from {source or 'the plan'}"
+    if done := [summary for summary in summaries if summary.metrics.completed]:
+        mean_in = _range(_means(done, lambda s: (s.metrics.total_input_tokens, s.metrics.completed)), count)
+        mean_out = _range(_means(done, lambda s: (s.metrics.total_output_tokens, s.metrics.completed)), count)
+        which = "" if all(s.metrics.completed == s.metrics.planned for s in done) else " of those completed"
+        line += f", mean{which} {mean_in} tokens in, {mean_out} out"
     return f"{line}."
 
 

@@ -92,7 +92,7 @@ def _section(series: Series, title: str, last: int | None) -> Section:
     rows = tuple(zip(*(values for _, values in cells), strict=True))
     # What stands out: changes for the worse, and a last point that is worse.
     worse = {change.place for trend in series for change in trend.changes if change.direction == "worse"}
-    worse |= {len(points) - 1 for trend in series if trend.newest is not None and trend.newest.outcome == "fail"}
+    worse |= {trend.judged[-1] for trend in series if trend.newest is not None and trend.newest.outcome == "fail"}
     faulty = frozenset(place - shown.start for place in worse if place in shown)
     return Section(title, tuple(column for column, _ in cells), rows, faulty=faulty)
 
@@ -122,19 +122,26 @@ def sentences(series: Series, title: str) -> list[str]:
     for trend in series:
         name, points = label_of(trend.figure), trend.points
         lines += [_change_told(name, change, points[change.place]) for change in trend.changes]
+        newest = _point_name(points[trend.judged[-1]]) if trend.judged else ""
         if trend.newest is not None and trend.newest.outcome == "fail":
             lines.append(
-                f"{name}: the newest point ({_point_name(points[-1])}) is {trend.newest.loss:.1%} worse than those "
+                f"{name}: the newest point ({newest}) is {numbers.percent(trend.newest.loss)} worse than those "
                 f"before it (p = {trend.newest.p_adjusted:.3f})."
             )
         elif trend.alert == "doubt" and trend.newest is not None:
             lines.append(
-                f"{name}: the newest point ({_point_name(points[-1])}) is {trend.newest.loss:.1%} worse, and worse "
+                f"{name}: the newest point ({newest}) is {numbers.percent(trend.newest.loss)} worse, and worse "
                 f"than every point before it, but {counted(len(trend.newest.losses), 'pair')} of runs cannot show "
                 "it; six can (--repeats 6)."
             )
     nothing = "no change is shown" if len(series[0].points) > 1 else "one point; a trend needs two or more"
-    return [f"{title}: {line}" for line in lines or [nothing]]
+    lacking = [
+        f"{label_of(trend.figure)}: not judged in {len(trend.points) - len(trend.judged)} of "
+        f"{counted(len(trend.points), 'point')}, where it is undefined or has too few samples in some run"
+        for trend in series
+        if len(trend.judged) < len(trend.points)
+    ]
+    return [f"{title}: {line}" for line in [*(lines or [nothing]), *lacking]]
 
 
 def _change_told(name: str, change: Change, point: Point) -> str:

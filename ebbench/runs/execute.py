@@ -22,6 +22,7 @@ from ebbench.analysis.validity import of_device
 from ebbench.devices.base import Device
 from ebbench.engines.base import Engine, EngineResult, stated_limits, uses_priorities
 from ebbench.engines.setup import journalled, policy_label, recording, simulated_pools
+from ebbench.process.interpreter import collector_paused
 from ebbench.process.termination import held, interruptible, raise_if_stopped, signals_here
 from ebbench.records.files import TableParts
 from ebbench.records.manifest import RunLabels, wall_clock_ns
@@ -322,11 +323,20 @@ def make(task: Task, engine: Engine | None = None) -> Made:
 
     Raises UsageError, RunError; KeyboardInterrupt where the run was interrupted.
     """
+    if task.cell.real_time:
+        return _made(task, engine)
+    with collector_paused():
+        made = _made(task, engine)
+        # A simulation's objects form reference cycles. While the collector pauses, what is made counts as young: only
+        # that is searched, and not the objects of the calling program, which may have millions.
+        gc.collect(0)
+    return made
+
+
+def _made(task: Task, engine: Engine | None) -> Made:
     with interruptible():  # reading a workload may take minutes
         ready = prepare(task.cell, engine)
-    made = _figures(ready, execute(ready, task.directory, keep_interrupted=False))
-    gc.collect()  # a simulation's objects form reference cycles; collecting is fast, since plans and devices are frozen
-    return made
+    return _figures(ready, execute(ready, task.directory, keep_interrupted=False))
 
 
 def _figures(ready: Prepared, done: Executed) -> Made:

@@ -265,7 +265,8 @@ class SearchOutcome:
         if by in ("queue", "errors", "not reached"):
             return by
         over = [r for r in self.readings if r.probe.load >= (self.estimate.capacity or 0) and r.decides]
-        reading = min(over, key=lambda r: r.probe.load, default=self.nearest)
+        # A capacity that is a load tried, and carried, misses nothing there: the next load that missed tells why.
+        reading = min(over, key=lambda r: (r.met, r.probe.load), default=self.nearest)
         if reading.memory_full > 0.5:
             return "memory"
         # A limit (``ttft``, ``ttft:p99:500``) is one on the word that it begins with (``ttft``, ``chat:ttft``).

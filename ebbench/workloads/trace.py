@@ -191,8 +191,8 @@ class Trace:
             raise UsageError(f"{self.path}: {error}") from None
         start_s = seconds_since_first(self.stamps, unit)
         if (years := float(start_s.max()) / _YEAR_S) > _MOST_YEARS:
-            first, last = (int(self.collected.line[row]) for row in (start_s.argmin(), start_s.argmax()))
-            problem = f"its times go over {years:,.0f} years, from line {first} to line {last}"
+            begins, ends = (int(self.collected.line[row]) for row in (start_s.argmin(), start_s.argmax()))
+            problem = f"its times go over {years:,.0f} years, from line {begins} to line {ends}"
             raise InputFileError(self.path, f"{problem}; a time that is missing is often 1970, or a zero")
         return unit, start_s
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, compress, filterfalse
-from operator import not_
+from operator import not_, sub
 from typing import Any
 
 from vllm_eb.config import ConfigError
@@ -203,7 +203,15 @@ def _problems_of_phases(config: Any, holds_adapters: bool, counts_passes: bool) 
         ),
         (watermark > 0, "--watermark (vLLM ignores it while decodes are set aside)"),
         (config.lora_config is not None and not holds_adapters, "LoRA on vLLM before 0.31"),
+        (_drafted_tokens(config) > MOST_DRAFTED, f"more than {MOST_DRAFTED} drafted tokens per step"),
     ]
+
+
+MOST_DRAFTED = 254  # with the token that a step makes without drafts, their number fits into a byte
+
+
+def _drafted_tokens(vllm_config: Any) -> int:
+    return int(getattr(getattr(vllm_config, "speculative_config", None), "num_speculative_tokens", 0) or 0)
 
 
 def drafting_method(vllm_config: Any) -> str | None:
@@ -226,18 +234,24 @@ def verified_drafts(scheduler: Any, step: Any, output: Any, wanted: int | None) 
     since those without a draft get one token, too; None: those that have drafts.
     """
     drafts, sampled, most = step.scheduled_spec_decode_tokens, output.sampled_token_ids, scheduler.num_spec_tokens
-    lengths, made = list(map(len, drafts.values())), list(map(len, sampled))
-    gone = list(filterfalse(scheduler.requests.__contains__, drafts))
+    made, known = bytes(map(len, sampled)), scheduler.requests.keys()  # counting bytes is the fastest
+    gone = set() if drafts.keys() <= known else set(filterfalse(known.__contains__, drafts))
     if 0 in made:  # half-computed prompts, too
-        gone += (drafts.keys() & compress(output.req_ids, map(not_, made))) - set(gone)
-    for name in gone:
-        lengths.remove(len(drafts[name]))
-        made.remove(len(sampled[output.req_id_to_index[name]]))
-    drafted = _at_least(lengths, 1, most) if wanted is None else [wanted - len(gone)] * most
-    return drafted, _at_least(made, 2, most + 1)
+        gone |= drafts.keys() & compress(output.req_ids, map(not_, made))
+    if wanted is not None:
+        drafted = [wanted - len(gone)] * most
+    elif len(step.num_scheduled_tokens) == len(drafts) and step.total_num_scheduled_tokens == len(drafts) * (1 + most):
+        drafted = [len(drafts) - len(gone)] * most  # all of full length
+    else:
+        drafted = _at_least(bytes(len(tokens) for name, tokens in drafts.items() if name not in gone), 1, most)
+    accepted = _at_least(made, 2, most + 1)
+    if gone:
+        lost = bytes(len(sampled[output.req_id_to_index[name]]) for name in gone)
+        accepted = list(map(sub, accepted, _at_least(lost, 2, most + 1)))
+    return drafted, accepted
 
 
-def _at_least(sizes: list[int], first: int, last: int) -> list[int]:
+def _at_least(sizes: bytes, first: int, last: int) -> list[int]:
     """How many are as large as ``first`` or larger, and so on up to ``last``."""
     return list(accumulate(map(sizes.count, range(last, first - 1, -1))))[::-1]
 

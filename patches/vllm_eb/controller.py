@@ -53,6 +53,8 @@ class Phases:
         self.token_budget: int | None = None  # of the step being decided on
         self._quota = self._admitted = 0
         self._blocked = False
+        self._last_view: View | None = None
+        self._last_idle = 0  # idle slots of the last view, when they were last counted
 
     def on_admission(self) -> None:
         """Record an admission, first or repeated."""
@@ -119,10 +121,10 @@ class Phases:
         strategy = self._strategy
         active = view.decoding + view.prefilling
         slots = min(strategy.seqs_allowed, self._max_num_seqs - view.idle_sessions) - active
-        if slots <= 0:
-            return slots
-        fit = strategy.prompts_that_fit(view)
-        return slots if fit == math.inf else min(slots, math.ceil(fit))
+        if slots > 0 and (fit := strategy.prompts_that_fit(view)) != math.inf:
+            slots = min(slots, math.ceil(fit))
+        self._last_view, self._last_idle = view, slots
+        return slots
 
     def batch_limit(self, view: View, idle: int | None = None) -> int:
         """The current batch limit; if the strategy bounds memory, at most the number of sequences with room.
@@ -135,7 +137,9 @@ class Phases:
 
     def decision(self, view: View) -> Decision:
         """The decision for the next step."""
-        limit, batch_limit = self._max_num_seqs, self.batch_limit(view)
+        # A decode step admits nothing: its limit is only reported, and was counted when the step was chosen.
+        counted = self._last_idle if self.phase == "decode" and self._last_view is view else None
+        limit, batch_limit = self._max_num_seqs, self.batch_limit(view, counted)
         if self.phase == "prefill" or (self.phase == "mixed" and self._strategy.bounds_mixed):
             active = view.decoding + view.prefilling
             limit = batch_limit

@@ -11,6 +11,7 @@ import pytest
 
 from ebbench.analysis.trend import Member, Point, SeriesKind, Trend, nearest_pairs, points_by_commit, trend_of
 from ebbench.records.manifest import RunLabels
+from ebbench.report.trend import sentences
 from tests.gate.gate_data import unit
 
 DAY_NS = 86_400 * 10**9
@@ -125,3 +126,17 @@ def test_points_without_the_figure_are_left_out_of_tests() -> None:
     found = trend(hole)
     assert found.values[3] is None
     assert [change.place for change in found.changes] == [10]
+    assert sentences([found], "v1")[-1].startswith(
+        "v1: TTFT median: not judged in 1 of 22 points, where it is undefined"
+    )
+
+
+def test_the_newest_point_is_the_last_that_has_the_figure() -> None:
+    """The sentence named the last point of all, which had no such figure."""
+    *earlier, last = nights([100, 101, 100, 101, 100, 120, 100])
+    without = replace(last.members[0], unit=replace(last.units[0], figures=dict.fromkeys(last.units[0].figures)))
+    told = sentences([trend([*earlier, Point((without,))])], "v1")
+    assert told[0].startswith("v1: TTFT median: the newest point (c5, 1970-01-06) is ")
+    nothing = trend([Point((without,))] * 3)
+    assert (nothing.newest, nothing.alert) == (None, "")
+    assert "not judged in 3 of 3 points" in sentences([nothing], "v1")[-1]

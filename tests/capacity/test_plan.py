@@ -86,7 +86,9 @@ def test_a_model_that_needs_several_gpus_has_them() -> None:
     assert "does not fit on h100: weights 141.1 GB" in reason.worded(REFUSALS)
 
 
-@pytest.mark.parametrize("change", [{"vllm_version": "0.12"}, {"gpu_memory_utilization": 0.85}])
+@pytest.mark.parametrize(
+    "change", [{"vllm_version": "0.12"}, pytest.param({"gpu_memory_utilization": 0.85}, marks=pytest.mark.nightly)]
+)
 def test_a_smaller_kv_cache_carries_less(change: dict[str, object]) -> None:
     """Qwen3-32B leaves one H100 a tenth of its memory."""
     large = on("h100").changed(model="qwen3-32b", max_num_seqs=512)
@@ -115,7 +117,7 @@ def test_the_saturated_rate_bounds_what_any_load_within_limits_completes() -> No
     assert deployment.reading.completed_sessions_per_s <= 1.05 * most
 
 
-@pytest.mark.parametrize("too_many", [0, 1, 2])
+@pytest.mark.parametrize("too_many", [1, *(pytest.param(count, marks=pytest.mark.nightly) for count in (0, 2))])
 def test_a_deployment_has_the_fewest_replicas_that_meet_the_limits(too_many: int) -> None:
     """One replica with a random stream of its own needs four; a dispatcher that knows the loads needs three."""
     load = demand(20.0, sessions=500)

@@ -104,6 +104,10 @@ def test_the_limit_that_the_fewest_requests_meet_at_capacity_limits() -> None:
     assert outcome(below, above, far, limited_by="ttft tpot").limited_by == "ttft"
     assert outcome(below, replace(above, memory_full=0.6), far, limited_by="ttft tpot").limited_by == "memory"
     assert outcome(below, replace(above, memory_full=0.5), far, limited_by="ttft tpot").limited_by == "ttft"
+    carried = at(10.0, shares={"ttft:300": 1.0, "tpot:30": 1.0})
+    missed = replace(above, met=False)
+    by = outcome(below, carried, missed, far, limited_by="ttft tpot").limited_by
+    assert by == "ttft", "nothing is missed at 10/s, the capacity"
     assert outcome(below, above, limited_by="queue").limited_by == "queue"
     assert outcome(below, above, refused=fact("limits_missed_alone")).limited_by == "limits"
 

@@ -82,7 +82,7 @@ def test_the_pace_of_probes_tells_when_a_search_ends() -> None:
     assert pace.to_go == ", search about 3 min to go"
 
 
-@pytest.mark.parametrize("limit_s", [0.1, 0.3])
+@pytest.mark.parametrize("limit_s", [pytest.param(0.1, marks=pytest.mark.nightly), 0.3])
 def test_the_interval_covers_the_truth_and_the_estimate_is_close(limit_s: float) -> None:
     truth = true_capacity(limit_s)
     found = [search_queue(trial, limit_s) for trial in range(200)]

@@ -184,7 +184,7 @@ def test_a_model_with_two_matrices_in_its_mlp_has_fewer_parameters(tmp_path: Pat
 @pytest.mark.parametrize(
     ("fields", "positions"),
     [
-        ({}, 0),
+        ({}, 32768),  # its class has them
         ({"max_position_embeddings": 40960}, 40960),
         ({"max_position_embeddings": 40960, "rope_scaling": None}, 40960),
         ({"max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "factor": 4.0}}, 40960),

@@ -295,6 +295,18 @@ def test_the_decoder_within_a_model_of_images_is_read(tmp_path: Path, key: str) 
     assert "the time of its encoder is left out, its weights are estimated" in model.note
 
 
+def test_the_decoder_within_says_what_differs_from_its_class(tmp_path: Path) -> None:
+    """As in LLaVA-1.5, whose file says two sizes of its Llama; and a mixture of Mistral's without its KV heads."""
+    within = {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096}
+    model = read(tmp_path, {"model_type": "llava", "text_config": within})
+    assert (round(model.params / 1e9, 2), model.kv_bytes_per_token, model.positions) == (6.74, 524_288, 4096)
+    mistral = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    assert read(tmp_path, mistral, model_type="mistral").kv_heads == 8
+    assert read(tmp_path, mistral, model_type="mistral", num_key_value_heads=None).kv_heads == 16
+    with pytest.raises(InputFileError, match="hidden_size is missing"):
+        read(tmp_path, {"model_type": "llama", "num_hidden_layers": 8, "num_attention_heads": 16})
+
+
 @pytest.mark.parametrize("within", [True, False])
 def test_whoever_has_the_head_says_whether_it_is_tied(tmp_path: Path, within: bool) -> None:
     """vLLM takes the outer value, whatever the decoder's own says."""

@@ -1,7 +1,7 @@
 """Every command of the guide pages is run, page by page, in the order shown, in an empty directory.
 
 Blocks marked ``gpu`` run where there is a GPU; elsewhere their command lines are parsed, so that an option that does
-not exist is found. So are those marked ``long``, whose commands other tests run. ``vllm`` and ``cluster`` blocks run in
+not exist is found. So are those marked ``long``, which `make nightly` runs. ``vllm`` and ``cluster`` blocks run in
 tests of their own. ``file=NAME`` blocks become files.
 """
 
@@ -171,6 +171,11 @@ def test_commands_that_need_vllm(workplace: Path) -> None:
 def test_commands_that_need_a_cluster(workplace: Path) -> None:
     pytest.importorskip("ray")
     assert run_marked("cluster", ["sweeps"]) >= 1
+
+
+@pytest.mark.nightly
+def test_commands_that_take_long(workplace: Path) -> None:
+    assert run_marked("long", PAGES) >= 4
 
 
 def run_marked(word: str, pages: Sequence[str]) -> int:

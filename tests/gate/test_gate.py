@@ -36,7 +36,7 @@ def test_equal_sides_pass() -> None:
 def test_a_clear_loss_in_any_gated_figure_fails(figure: str, label: str) -> None:
     outcome, reason = verdict(side([0.08 + x for x in NOISE], figure))
     assert outcome == "fail"
-    assert f"{label} is 7.9% worse" in reason
+    assert f"{label} is 7.9 % worse" in reason
 
 
 def test_a_gain_of_any_size_passes() -> None:

@@ -254,6 +254,7 @@ def test_the_server_example_starts_measures_and_stops_each_side(
         assert gone.connect_ex(("127.0.0.1", port)) != 0, "a server was left running"
 
 
+@pytest.mark.nightly
 def test_the_nightly_example_measures_and_follows_the_figures(tmp_path: Path) -> None:
     """Its own steps, three nights: the third with a server that is three times as slow."""
     document = yaml.safe_load((GITHUB / "workflow-examples" / "nightly-trend.yml").read_text())

@@ -135,6 +135,27 @@ def test_means_of_lengths_say_that_they_are_of_completed_requests(tmp_path: Path
     assert "mean of those completed" in requests([replace(summary, metrics=metrics)])
 
 
+def test_the_header_gives_ranges_where_loads_differ(tmp_path: Path) -> None:
+    """It had the figures of the first run, as if they were those of all."""
+    [group] = made_groups(tmp_path, "v1")
+    [run] = group.summaries
+    run = replace(run, metrics=replace(run.metrics, prefix_hit_rate=0.25))
+    done = run.metrics.completed
+    longer = replace(run.metrics, planned=3 * done, completed=3 * done, total_input_tokens=60 * done)
+    busier = replace(run, load=replace(run.load, max_concurrency=77), metrics=replace(longer, prefix_hit_rate=None))
+    told = load_and_limits([run, busier])
+    assert f"Requests: {done} to {3 * done} of {run.workload}" in told[1]
+    mean_in = run.metrics.total_input_tokens / done
+    low, high = sorted((mean_in, 20))
+    assert f"mean {low:.0f} to {high:.0f} tokens in" in told[1]
+    assert told[2] == "Prefix cache: 25.0 % of the prompt tokens were hits, not reported in 1 of 2 runs."
+    repeat = replace(run, seed=1, metrics=replace(run.metrics, total_input_tokens=round(done * (mean_in + 20))))
+    assert f"mean {mean_in + 10:.0f} tokens in" in requests([run, repeat]), "seeds are one row: their mean"
+    assert load_and_limits([run, replace(busier, scenario="poisson")])[0].endswith(
+        " sessions, several scenarios, seed 0."
+    )
+
+
 def test_a_tie_has_no_winner(tmp_path: Path) -> None:
     lines = sentences.verdict(made_groups(tmp_path, "v1", "ebplus", gaps={"v1": 10})).lines
     assert lines == ["No winner: v1 and ebplus differ by 0.0 %."]

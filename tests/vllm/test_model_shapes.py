@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.model_config import read_config
+from ebbench.devices.model_config import class_defaults, read_config
 from ebbench.errors import InputFileError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -169,3 +169,27 @@ def test_the_parameters_found_are_not_those_of_another_model(kind: str, tmp_path
     geometry = read(tmp_path, shortened)
     assert not isinstance(geometry, str), geometry
     assert differences(geometry, model, config)
+
+
+def main_sizes(model: ModelGeometry | str) -> Any:
+    """What is compared."""
+    return model if isinstance(model, str) else (model.params, model.mixers, model.experts_per_token)
+
+
+def test_what_a_config_leaves_out_is_as_its_class_has_it(tmp_path: Path) -> None:
+    """The decoder within a model of images, which says no more than that it has twice the heads."""
+    from tests.vllm.class_defaults import class_of, full
+
+    wrong = {}
+    for kind in sorted(class_defaults()):
+        cls: Any = class_of(kind)
+        heads = cls.attribute_map.get("num_attention_heads", "num_attention_heads")
+        changed = {**SET.get(kind, {}), heads: 2 * full(cls)[heads]}
+        try:
+            whole = read(tmp_path, {**full(cls, **changed), "model_type": kind})
+        except Exception:  # heads that the class refuses
+            continue
+        short = read(tmp_path, {"model_type": "any_vl", "text_config": {"model_type": kind, **changed}})
+        if not isinstance(short, str) and main_sizes(short) != main_sizes(whole):
+            wrong[kind] = (short, whole)
+    assert not wrong

@@ -45,6 +45,12 @@ def test_wrong_settings_stop_the_engine_with_a_clear_message(config: dict[str, A
     ("section", "setting", "value", "named"),
     [
         ("", "speculative_config", SimpleNamespace(method="medusa"), "speculative decoding by medusa"),
+        (
+            "",
+            "speculative_config",
+            SimpleNamespace(method="ngram", num_speculative_tokens=255),
+            "more than 254 drafted",
+        ),
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
         ("", "kv_transfer_config", object(), "a KV connector"),
         ("model_config", "runner_type", "pooling", "pooling models"),
