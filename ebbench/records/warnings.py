@@ -454,9 +454,10 @@ def _hits_not_replayed(cached_share: float, sessions: bool) -> str:
     )
 
 
-def _columns_added(column: str, added: Sequence[str]) -> str:
+def _columns_added(column: str, added: Sequence[str], role: str = "input") -> str:
+    whose, api = ("prompts", "Anthropic's") if role == "input" else ("answers", "Gemini's")
     parts = " + ".join((column, *added))
-    return f"prompts have {parts} tokens, as Anthropic's API counts them; --columns input={column} takes that one alone"
+    return f"{whose} have {parts} tokens, as {api} API counts them; --columns {role}={column} takes that one alone"
 
 
 def _turns_by_delay(column: str, lengths_add: bool) -> str:
