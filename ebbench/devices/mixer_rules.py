@@ -109,6 +109,12 @@ class ConfigValues:
             raise InputFileError(self.path, f"{keys[0]} is missing; a decoder's config.json has it")
         return default
 
+    def shared(self, key: str, size: int, parts: int) -> int:
+        """The part of a size that is divided evenly. Raises InputFileError for one that is not."""
+        if size % parts:
+            raise InputFileError(self.path, f"{key} {size:,} cannot be divided by {parts:,} heads")
+        return size // parts
+
     def flag(self, key: str, *, default: bool = False) -> bool:
         """A truth value."""
         value = self.get(key)
@@ -198,7 +204,7 @@ def heads_of(v: ConfigValues) -> int:
 def head_dim_of(v: ConfigValues, *keys: str) -> int:
     """Width of a head: stated, or the hidden size divided among the heads."""
     stated = v.number(*keys, "head_dim", default=0)
-    return stated or v.number("hidden_size") // heads_of(v)
+    return stated or v.shared("hidden_size", v.number("hidden_size"), heads_of(v))
 
 
 def softmax(
@@ -220,6 +226,7 @@ def softmax(
     def rule(v: ConfigValues, layers: int) -> Mixer:
         count = v.number(heads, "num_attention_heads")
         keys = v.number(kv_heads, "num_key_value_heads", default=count)
+        v.shared(heads, count, keys)
         width = head_dim_of(v, key_dim)
         values = v.number(value_dim, "v_head_dim", default=width) if value_dim else width
         columns = {"": 0, "element": count * values, "head": count}[gate]

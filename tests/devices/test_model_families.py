@@ -324,6 +324,7 @@ def test_the_decoder_within_says_what_differs_from_its_class(tmp_path: Path) -> 
     within = {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096}
     model = read(tmp_path, {"model_type": "llava", "text_config": within})
     assert (round(model.params / 1e9, 2), model.kv_bytes_per_token, model.positions) == (6.74, 524_288, 4096)
+    assert read(tmp_path, LLAMA, text_config={}).layers == 8
     mistral = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
     assert read(tmp_path, mistral, model_type="mistral").kv_heads == 8
     assert read(tmp_path, mistral, model_type="mistral", num_key_value_heads=None).kv_heads == 16
@@ -425,6 +426,10 @@ def test_patterns_that_could_take_long_are_refused(tmp_path: Path, listed: list[
         {"rope_scaling": {"rope_type": "yarn", "factor": -1}},
         {"vision_config": {"depth": -5, "hidden_size": 1024}},
         {"v_head_dim": 2**70},
+        {"num_attention_heads": 12},
+        {"num_key_value_heads": 5},
+        {"num_key_value_heads": 64},
+        {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 8},
         {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8",
                                  "kv_cache_scheme": {"type": "float", "num_bits": 4}}},
     ],
