@@ -397,7 +397,7 @@ def delta(v: ConfigValues, layers: int) -> Mixer:
 
 
 def kimi_delta(v: ConfigValues, layers: int) -> Mixer:
-    """Kimi Delta Attention: as :func:`delta`, with gates of low rank."""
+    """Kimi Delta Attention: as :func:`delta`, with gates of low rank; the output's may be whole (Kimi K3)."""
     hidden, heads = v.number("hidden_size"), v.number("linear_num_heads", "num_heads")
     width, kernel = (
         v.number("linear_head_dim", "head_dim"),
@@ -405,6 +405,7 @@ def kimi_delta(v: ConfigValues, layers: int) -> Mixer:
     )
     inner = heads * width
     v.understood(("gate_lower_bound", "linear_lower_bound"))
+    whole = v.flag("use_full_rank_gate")
     return Mixer(
         "state",
         layers,
@@ -412,9 +413,9 @@ def kimi_delta(v: ConfigValues, layers: int) -> Mixer:
         state_bytes=(kernel - 1) * 3 * inner * 2 + heads * width * width * 4,
         draft_bytes=3 * inner * 2,
         products=(
-            Product(3 * inner + heads, hidden),
-            Product(2 * width, hidden, WHOLE),
-            Product(2 * inner, width),
+            Product((3 + whole) * inner + heads, hidden),
+            Product((2 - whole) * width, hidden, WHOLE),
+            Product((2 - whole) * inner, width),
             Product(hidden, inner, BY_ROWS),
         ),
         others=3 * inner * kernel,

@@ -140,6 +140,21 @@ def test_an_index_over_pools_of_tokens_keeps_one_key_for_each(tmp_path: Path) ->
     assert "several streams" in model.note
 
 
+def test_gates_may_have_as_many_rows_as_the_hidden_size(tmp_path: Path) -> None:
+    """As in Kimi-K3: a whole gate in linear layers, one behind the latents, experts that see half of the width."""
+    linear = {"full_attn_layers": [4, 8], "kda_layers": [1, 2, 3, 5, 6, 7], "head_dim": 64, "num_heads": 16,
+              "short_conv_kernel_size": 4, "gate_lower_bound": -5.0}  # fmt: skip
+    kimi = {**LLAMA, **LATENT, "model_type": "kimi_linear", "num_experts": 8, "num_experts_per_token": 2,
+            "moe_intermediate_size": 512, "num_shared_experts": 1, "linear_attn_config": linear}  # fmt: skip
+    before = read(tmp_path, kimi)
+    whole = read(tmp_path, kimi, linear_attn_config={**linear, "use_full_rank_gate": True})
+    assert whole.params - before.params == 6 * (1024 * 1024 - 64 * (1024 + 1024))
+    assert read(tmp_path, kimi, mla_use_output_gate=True).params - before.params == 2 * 1024 * 16 * 128
+    narrow = read(tmp_path, kimi, routed_expert_hidden_size=512, attn_res_block_size=4)
+    assert (before.expert_params, narrow.expert_params) == (3 * 1024 * 512, 3 * 512 * 512)
+    assert narrow.kv_bytes_per_token == 2 * 576 * 2
+
+
 def test_mistrals_own_files_of_a_mixture_with_latents_are_read(tmp_path: Path) -> None:
     """As Mistral Large 3: 673 billion parameters beside its encoder, 40 of them active."""
     params = {
