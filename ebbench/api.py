@@ -399,8 +399,10 @@ def run(
 def load(*paths: str | Path, goodput: str | None = None) -> Runs:
     """Stored runs: run directories, directories of runs, or their ``name``. ``goodput``: other limits than their own.
 
-    Raises DataError for a run that is missing or damaged.
+    Raises UsageError without any, DataError for a run that is missing or damaged.
     """
+    if not paths:
+        raise UsageError("no runs are given; give their directory, or their name")
     slo = None if goodput is None else parse_slo([goodput])
     directories = find_runs(run_paths(paths, warnings.warn))
     return Runs(tuple(result_of(Run.load(path), slo) for path in directories))

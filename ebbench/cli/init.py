@@ -19,13 +19,15 @@ def init(
 ) -> None:
     """Write a TOML file with the settings of a job, each with its help, to edit and run.
 
-    Its first line says how to run it. `ebbench run ... --dry-run` prints such a file for settings that you have.
+    Its second line says how to run it. `ebbench run ... --dry-run` prints such a file for settings that you have.
     """
     from ebbench.errors import UsageError
     from ebbench.records.files import write_text
     from ebbench.runs.file import job_file
 
     text = job_file(job, str(file))
+    if file.suffix != ".toml":
+        raise UsageError(f"{file}: commands take a file for settings if its name ends in .toml; give it such a name")
     if file.exists():
         raise UsageError(f"{file} exists; give another file, or remove it")
     write_text(text, file)

@@ -44,7 +44,7 @@ def report(
     """
     from ebbench.analysis.metrics import parse_slo
     from ebbench.export import export as written
-    from ebbench.records.run import Run, find_runs
+    from ebbench.records.run import Run, each_once, find_runs
     from ebbench.report.page_data import search_sections, shown_runs
 
     slo = parse_slo(goodput) if goodput else None
@@ -54,7 +54,9 @@ def report(
         _watch(runs, port, title, slo, all_percentiles=all_percentiles)
         return
     searches = search_sections(runs)
-    loaded = [Run.load(path) for given in runs for path in shown_runs(given) or find_runs([given])]
+    loaded = [
+        Run.load(path) for path in each_once(p for given in runs for p in shown_runs(given) or find_runs([given]))
+    ]
     if not loaded:
         raise DataError("no run to report on")
     if export:

@@ -71,6 +71,7 @@ def remove(references: References, runs: Roots = None, yes: Yes = False) -> None
     """Remove runs. One that is being made is refused, and files that ebbench did not write stay where they are."""
     from ebbench.report.listing import remove_asked
 
+    stored.refuse_surroundings(references)
     remove_asked(stored.meant(references, runs), yes=yes)
 
 
@@ -99,6 +100,7 @@ def move(
     runs: Roots = None,
 ) -> None:
     """Move runs into a directory, also on another disk. One that is being made is refused."""
+    stored.refuse_surroundings(references)
     for place in stored.move(stored.meant(references, runs).runs, to):
         typer.echo(str(place))
 

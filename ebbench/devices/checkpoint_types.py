@@ -72,9 +72,9 @@ def _of_mixer(mixer: Mixer) -> Iterator[tuple[tuple[str, ...], int]]:
         fused, out = mixer.products
         kept = mixer.cached or 0
         queries = fused.params - kept * fused.rows
-        yield ("q_proj",), max(queries, 0)
+        yield ("q_proj", "qkv_proj"), max(queries, 0)
         for name in ("k_proj", "v_proj"):
-            yield (name,), (fused.params - max(queries, 0)) // 2
+            yield (name, "qkv_proj"), (fused.params - max(queries, 0)) // 2
         yield ("o_proj",), out.params
         return
     named = {"latent": _LATENT, "index": _INDEX}.get(mixer.kind, _STATE)
@@ -89,9 +89,10 @@ def _of_mlp(model: ModelGeometry, at: str | tuple[str, ...], width: int) -> Iter
     if not width:
         return
     places = (at,) if isinstance(at, str) else at
-    ends = ("gate_proj", "up_proj", "down_proj")[3 - model.mlp_matrices :]
-    for end in ends:
-        yield Module(MLP, tuple(f"{place}.{end}" for place in places), model.hidden * width)
+    gated = (("gate_proj", "gate_up_proj"), ("up_proj", "gate_up_proj"), ("down_proj",))
+    for ends in gated[3 - model.mlp_matrices :]:
+        names = tuple(f"{place}.{end}" for place in places for end in ends)
+        yield Module(MLP, names, model.hidden * width)
 
 
 PLAIN = "bfloat16"
@@ -122,11 +123,18 @@ class CheckpointTypes:
     notes: tuple[str, ...] = ()
 
 
+class _Type(NamedTuple):
+    """A name of ``geometry.WEIGHT_BITS``, and further bits per weight where its scales have more than that counts."""
+
+    name: str
+    more_bits: float = 0.0
+
+
 class _Scheme(NamedTuple):
     """A type for the modules that ``targets`` name; no targets: for all."""
 
     targets: tuple[str, ...]
-    dtype: str
+    dtype: _Type
 
 
 def read_types(path: Path, raw: Mapping[str, Any], modules: Iterable[Module]) -> CheckpointTypes:
@@ -142,6 +150,8 @@ def read_types(path: Path, raw: Mapping[str, Any], modules: Iterable[Module]) ->
     if method in _GONE:
         raise InputFileError(path, f"{place}: vLLM 0.32 does not read weights by {method}")
     schemes, left_out = _schemes(path, place, method, config)
+    if method in _INTEGER_METHODS:
+        left_out += _left_out_of_integers(config)
     types = _assigned(_Typed.of(path, schemes, left_out, only_experts=method in _EXPERT_METHODS), modules)
     return replace(types, kv=_kv(path, method, config), notes=(*types.notes, *_of_activations(config, types)))
 
@@ -181,21 +191,17 @@ def _schemes(path: Path, place: str, method: str, config: Mapping[str, Any]) -> 
         return _of_modelopt(path, place, _inner(config)), left_out
     if method in _WHOLE_METHODS:
         in_blocks = method == "fp8" and config.get("weight_block_size")
-        return [_Scheme((), "fp8_block" if in_blocks else _WHOLE_METHODS[method])], left_out
+        return [_Scheme((), _Type("fp8_block" if in_blocks else _WHOLE_METHODS[method]))], left_out
     if method in _EXPERT_METHODS:
-        return [_Scheme((), "w4a16_mxfp4")], left_out
+        return [_Scheme((), _Type("w4a16_mxfp4"))], left_out
     if method in _INTEGER_METHODS:
-        bits = config.get("bits", config.get("w_bit"))
-        dtype = {4: "int4", 8: "int8"}.get(bits) if isinstance(bits, int) else None
-        if dtype is None:
-            raise InputFileError(path, f"{place} {method!r} has bits {bits!r}; vLLM's kernels have 4 and 8")
-        return [_Scheme((), dtype)], left_out
+        return _of_integers(path, f"{place} {method!r}", config), left_out
     if method == "compressed-tensors":
         return _of_groups(path, place, config), left_out
     if method == "quark":
         return _of_quark(path, place, config), left_out
     if method == "torchao":
-        return [_Scheme((), _of_name(path, place, str(config.get("quant_type"))))], left_out
+        return _of_torchao(path, place, config.get("quant_type")), left_out
     named = f"{method!r}" if method else "without quant_method"
     raise InputFileError(
         path,
@@ -208,6 +214,84 @@ def _left_out(config: Mapping[str, Any]) -> tuple[str, ...]:
     lists: Iterable[object] = (config.get(key) for key in _LEFT_OUT)
     listed = next((names for names in lists if isinstance(names, list)), [])
     return tuple(str(name) for name in listed)
+
+
+def _of_integers(path: Path, place: str, config: Mapping[str, Any]) -> list[_Scheme]:
+    """AWQ, GPTQ and AutoRound: one width for all, or others for modules by name (``extra_config``) or pattern
+    (``dynamic``); or for those that ``modules_in_block_to_quantize`` has, in lists or lists of lists."""
+    schemes = [
+        _Scheme((_pattern(name),), _of_bits(path, f"{place} {name}", {**config, **own}))
+        for name, own in _single(config).items()
+        if isinstance(own, dict) and own.get("bits", 4) != 16 and not name.startswith("-:")
+    ]
+    blocks = config.get("modules_in_block_to_quantize")
+    nested = (block if isinstance(block, list) else [block] for block in (blocks if isinstance(blocks, list) else ()))
+    return [*schemes, _Scheme(tuple(str(name) for block in nested for name in block), _of_bits(path, place, config))]
+
+
+def _left_out_of_integers(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Modules that stay in 16 bits among those with settings of their own."""
+    return tuple(
+        _pattern(name)
+        for name, own in _single(config).items()
+        if name.startswith("-:") or (isinstance(own, dict) and own.get("bits") == 16)
+    )
+
+
+def _single(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings of single modules."""
+    named, by_pattern = config.get("extra_config"), config.get("dynamic")
+    by_pattern = by_pattern if isinstance(by_pattern, dict) else {}
+    signed = {key if key[:2] in ("-:", "+:") else f"+:{key}": own for key, own in by_pattern.items()}
+    return {**signed, **(named if isinstance(named, dict) else {})}
+
+
+def _pattern(name: str) -> str:
+    """A key of ``dynamic`` or ``extra_config`` in the words of :class:`_Names`."""
+    if name[:2] in ("-:", "+:"):
+        return f"re:{name[2:]}"
+    return f"re:.*(?:{name})" if re.search(r"[*+?^$()\[\]{}|\\]", name) else name
+
+
+def _of_bits(path: Path, place: str, config: Mapping[str, Any]) -> _Type:
+    bits, kind = config.get("bits", config.get("w_bit")), str(config.get("data_type") or "int")
+    if kind.startswith("mx_fp") and bits in (4, 8):
+        return _Type({4: "w4a16_mxfp4", 8: "mxfp8"}[bits])
+    if kind.startswith("fp") and bits == 8:
+        return _Type("fp8_block")
+    if kind != "int":
+        raise InputFileError(path, f"{place} has data_type {kind!r}; int, mx_fp and fp of 8 bits are read")
+    name = {4: "int4", 8: "int8"}.get(bits) if isinstance(bits, int) else None
+    if name is None:
+        raise InputFileError(path, f"{place} has bits {bits!r}; vLLM's kernels have 4 and 8")
+    zeros = config.get("zero_point") is True or config.get("sym") is False
+    return _in_groups(name, config.get("group_size", config.get("q_group_size")), zeros=zeros)
+
+
+def _in_groups(name: str, size: object, *, zeros: bool = False) -> _Type:
+    """Whole numbers with a scale of 16 bits, and with ``zeros`` a zero point as wide as a weight, per ``size`` of
+    them; -1 is one for a whole row."""
+    if not isinstance(size, int) or isinstance(size, bool) or size == 0:
+        return _Type(name)
+    own_bits = {"int4": 4, "int8": 8}[name]
+    scales = (16 + zeros * own_bits) / size if size > 0 else 0.0
+    return _Type(name, own_bits + scales - WEIGHT_BITS[name])
+
+
+def _of_torchao(path: Path, place: str, given: object) -> list[_Scheme]:
+    """One type for all, or one for each of some modules (``module_fqn_to_config``), where null is none."""
+    given = given.get("default", given) if isinstance(given, dict) else given
+    inner = given.get("_data") if isinstance(given, dict) else None
+    named = inner.get("module_fqn_to_config", inner.get("fqn_to_config")) if isinstance(inner, dict) else None
+    if not isinstance(named, dict):
+        return [_Scheme((), _of_name(path, place, str(given)))]
+    return [
+        _Scheme(() if name == "_default" else (str(name),), _of_name(path, f"{place} {name}", str(own)))
+        if own is not None
+        else _Scheme((str(name),), _Type(PLAIN))
+        for name, own in named.items()
+        if own is not None or name != "_default"
+    ]
 
 
 def _of_modelopt(path: Path, place: str, config: Mapping[str, Any]) -> list[_Scheme]:
@@ -224,11 +308,11 @@ def _of_modelopt(path: Path, place: str, config: Mapping[str, Any]) -> list[_Sch
     return [_Scheme((), _algorithm(path, place, algorithm))]
 
 
-def _algorithm(path: Path, place: str, algorithm: str) -> str:
+def _algorithm(path: Path, place: str, algorithm: str) -> _Type:
     dtype = NAMES.modelopt.get(algorithm)
     if dtype is None:
         raise InputFileError(path, f"{place} has quant_algo {algorithm!r}; read are {', '.join(NAMES.modelopt)}")
-    return dtype
+    return _Type(dtype)
 
 
 def _of_groups(path: Path, place: str, config: Mapping[str, Any]) -> list[_Scheme]:
@@ -247,16 +331,16 @@ def _of_groups(path: Path, place: str, config: Mapping[str, Any]) -> list[_Schem
     return schemes
 
 
-def _of_weights(path: Path, place: str, weights: Mapping[str, Any]) -> str:
+def _of_weights(path: Path, place: str, weights: Mapping[str, Any]) -> _Type:
     bits, kind, size = weights.get("num_bits"), str(weights.get("type")), weights.get("group_size")
     if kind == "float" and bits == 8:
         if size == 32:
-            return "mxfp8"
-        return "fp8_block" if weights.get("strategy") == "block" else "fp8"
+            return _Type("mxfp8")
+        return _Type("fp8_block" if weights.get("strategy") == "block" else "fp8")
     if kind == "float" and bits == 4:
-        return "w4a16_mxfp4" if size == 32 else "nvfp4"
+        return _Type("w4a16_mxfp4" if size == 32 else "nvfp4")
     if kind == "int" and bits in (4, 8):
-        return f"int{bits}"
+        return _in_groups(f"int{bits}", size, zeros=weights.get("symmetric") is False)
     raise InputFileError(path, f"{place}: weights of {bits!r} bits of type {kind!r} are not read here")
 
 
@@ -275,13 +359,13 @@ def _of_quark(path: Path, place: str, config: Mapping[str, Any]) -> list[_Scheme
     return schemes
 
 
-def _of_name(path: Path, place: str, name: str) -> str:
+def _of_name(path: Path, place: str, name: str) -> _Type:
     """A type by its name in quark's and torchao's configurations."""
     for pattern, dtype in (
         (r"fp8|float8|e4m3", "fp8"), (r"fp4|float4", "w4a16_mxfp4"), (r"u?int4", "int4"), (r"int8", "int8"),
     ):  # fmt: skip
         if re.search(pattern, name.lower()):
-            return dtype
+            return _Type(dtype)
     raise InputFileError(path, f"{place}: weights of type {name!r} are not read here")
 
 
@@ -289,48 +373,50 @@ def _of_name(path: Path, place: str, name: str) -> str:
 class _Typed:
     """Which type every module has."""
 
-    named: tuple[tuple[_Names, str], ...]
-    otherwise: str
+    named: tuple[tuple[_Names, _Type], ...]
+    otherwise: _Type
     left_out: _Names
     only_experts: bool
 
     @staticmethod
     def of(path: Path, schemes: Sequence[_Scheme], left_out: Iterable[str], *, only_experts: bool) -> _Typed:
-        targets: dict[str, list[str]] = {}
+        targets: dict[_Type, list[str]] = {}
         for scheme in schemes:
             targets.setdefault(scheme.dtype, []).extend(target for target in scheme.targets if target != "Linear")
         for_all = (target.dtype for target in schemes if not target.targets or "Linear" in target.targets)
         named = tuple((_Names.of(path, listed), dtype) for dtype, listed in targets.items() if listed)
-        return _Typed(named, next(for_all, PLAIN), _Names.of(path, left_out), only_experts)
+        return _Typed(named, next(for_all, _Type(PLAIN)), _Names.of(path, left_out), only_experts)
 
-    def type_of(self, module: Module) -> str:
+    def type_of(self, module: Module) -> _Type:
         """Left out, else by a name, else that of all."""
         if self.only_experts:
-            return self.otherwise if module.kind == EXPERTS else PLAIN
+            return self.otherwise if module.kind == EXPERTS else _Type(PLAIN)
         names = [f"{prefix}{name}" for name in module.names for prefix in _PREFIXES]
         if any(map(self.left_out.hold, names)):
-            return PLAIN
+            return _Type(PLAIN)
         return next((dtype for targets, dtype in self.named if any(map(targets.hold, names))), self.otherwise)
 
 
 def _assigned(typed: _Typed, modules: Iterable[Module]) -> CheckpointTypes:
     """The type of most weights of each kind, and the bytes by which the others differ."""
     params: dict[str, dict[str, int]] = {kind: {} for kind in _WORDS}
+    bits = 0.0
     for module in modules:
         dtype = typed.type_of(module)
-        params[module.kind][dtype] = params[module.kind].get(dtype, 0) + module.params
+        params[module.kind][dtype.name] = params[module.kind].get(dtype.name, 0) + module.params
+        bits += module.params * dtype.more_bits
     most = {kind: max(types, key=types.__getitem__, default=PLAIN) for kind, types in params.items()}
     if not params[MLP]:
         most[MLP] = most[ATTENTION]
     if not params[EXPERTS]:
         most[EXPERTS] = most[MLP]
-    other_bytes, shares = 0.0, []
+    other_bytes, shares = bits / 8, []
     for kind, types in params.items():
-        for dtype, count in types.items():
-            other_bytes += count * (WEIGHT_BITS[dtype] - WEIGHT_BITS[most[kind]]) / 8
+        for name, count in types.items():
+            other_bytes += count * (WEIGHT_BITS[name] - WEIGHT_BITS[most[kind]]) / 8
             share = count / sum(types.values())
-            if dtype != most[kind] and share > _WORTH_SAYING:
-                shares.append(f"{share:.0%} of its {_WORDS[kind]} are in {dtype}, not in {most[kind]}")
+            if name != most[kind] and share > _WORTH_SAYING:
+                shares.append(f"{share:.0%} of its {_WORDS[kind]} are in {name}, not in {most[kind]}")
     notes = (f"{' and '.join(shares)}: their size is counted, their time is as with the others",) if shares else ()
     return CheckpointTypes(most[ATTENTION], most[MLP], most[EXPERTS], other_bytes=round(other_bytes), notes=notes)
 
@@ -391,7 +477,11 @@ def _compiled(path: Path, pattern: str) -> re.Pattern[str]:
 def _kv(path: Path, method: str, config: Mapping[str, Any]) -> str:
     """Type of the KV cache with ``--kv-cache-dtype auto``."""
     if method == "compressed-tensors":
-        return "fp8" if config.get("kv_cache_scheme") else PLAIN
+        scheme = config.get("kv_cache_scheme")
+        if isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
+            given = f"{scheme.get('num_bits')!r} bits of type {scheme.get('type')!r}"
+            raise InputFileError(path, f"kv_cache_scheme has {given}; vLLM 0.32 reads 8 of type 'float'")
+        return "fp8" if scheme else PLAIN
     if method == "quark":
         export = config.get("export")
         return "fp8" if isinstance(export, dict) and export.get("kv_cache_group") else PLAIN
@@ -404,7 +494,11 @@ def _kv(path: Path, method: str, config: Mapping[str, Any]) -> str:
     keys = ("kv_cache_scheme", "kv_cache_quant_algo")
     scheme = next((place[key] for place in places for key in keys if place.get(key)), None)
     if isinstance(scheme, dict):
-        return "fp8" if scheme.get("num_bits") == 8 and scheme.get("type") == "float" else PLAIN
+        scheme = {("float", "8"): "FP8", ("float", "4"): "NVFP4"}.get(
+            (str(scheme.get("type")), str(scheme.get("num_bits")))
+        )
+    if str(scheme).upper() == "NVFP4":
+        raise InputFileError(path, "a KV cache in NVFP4 has no cost model here")
     return "fp8" if str(scheme).upper() == "FP8" else PLAIN
 
 

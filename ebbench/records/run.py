@@ -366,7 +366,8 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     """Run directories among ``paths``, in name order; a directory stands for all run directories below it.
 
     Probes of a capacity search belong to it: they are among the runs only where its directory itself, or one in it, is
-    given. A path without a run is returned unchanged, so that the caller reports it.
+    given. A path without a run is returned unchanged, so that the caller reports it. A run that is given twice, beside
+    the directory above it, is returned once.
     """
     directories: list[Path] = []
     for path in paths:
@@ -377,7 +378,15 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
         searches = {settings.parent for settings in (*path.glob(f"*/{SEARCH}"), *path.glob(f"**/{SEARCH}"))} - {path}
         inside = sorted(manifest.parent for manifest in manifests if not searches.intersection(manifest.parents))
         directories += [path] if (path / MANIFEST).exists() or not manifests else inside
-    return directories
+    return each_once(directories)
+
+
+def each_once(paths: Iterable[Path]) -> list[Path]:
+    """The paths without those that name a directory again."""
+    by_place: dict[Path, Path] = {}
+    for path in paths:
+        by_place.setdefault(path.resolve(), path)
+    return list(by_place.values())
 
 
 def require_directory(path: Path) -> None:

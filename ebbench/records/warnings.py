@@ -414,6 +414,9 @@ def _odd_usage(field: str, answers: int, first: str) -> str:
     treated = "failed" if field == "completion_tokens" else "left out"
     counted, before = ("1 answer", "") if answers == 1 else (f"{answers:,} answers", "the first: ")
     where = "usage" if field == "usage" else f"{field} in the usage"
+    if field == "total_tokens":
+        hidden = "it may hold thinking that is missing here"
+        return f"{where} of {counted} is not the sum of prompt and output ({before}{first}): {hidden}"
     return f"{where} of {counted} is no possible number of tokens ({before}{first}): {treated}"
 
 
@@ -454,9 +457,10 @@ def _hits_not_replayed(cached_share: float, sessions: bool) -> str:
     )
 
 
-def _columns_added(column: str, added: Sequence[str]) -> str:
+def _columns_added(column: str, added: Sequence[str], role: str = "input") -> str:
+    whose, api = ("prompts", "Anthropic's") if role == "input" else ("answers", "Gemini's")
     parts = " + ".join((column, *added))
-    return f"prompts have {parts} tokens, as Anthropic's API counts them; --columns input={column} takes that one alone"
+    return f"{whose} have {parts} tokens, as {api} API counts them; --columns {role}={column} takes that one alone"
 
 
 def _turns_by_delay(column: str, lengths_add: bool) -> str:

@@ -17,7 +17,7 @@ from ebbench.analysis.documents import Column, Document, Section, Value
 from ebbench.analysis.environment import run_host
 from ebbench.errors import DataError, UsageError
 from ebbench.foreign.documents import visible
-from ebbench.records.run import Run, find_runs, read_manifest
+from ebbench.records.run import Run, each_once, find_runs, read_manifest
 from ebbench.records.warnings import counted
 from ebbench.render import numbers
 from ebbench.render.documents import Console, narrowed, rendered, section_tables
@@ -216,7 +216,7 @@ def print_head(paths: Sequence[Path], *, several: bool) -> None:
 def load_shown(paths: Sequence[Path]) -> tuple[list[Run], list[DataError]]:
     """The complete runs, and the errors of the others. Raises DataError if none is complete."""
     loaded, damaged = [], []
-    places = [path for given in paths for path in shown_runs(given) or find_runs([given])]
+    places = each_once(path for given in paths for path in shown_runs(given) or find_runs([given]))
     if not places:
         raise DataError(f"{paths[0]}: no run besides the probes of capacity searches; give the directory of a search")
     for place in places:

@@ -13,11 +13,12 @@ import msgspec
 
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_VLLM, Declared, declared_in
 from ebbench.engines.base import refuse_server_settings
-from ebbench.errors import UnknownNameError, UsageError, check_known
+from ebbench.errors import InputFileError, UnknownNameError, UsageError, check_known
 from ebbench.foreign.documents import load_toml, read_toml, toml_value
 from ebbench.spec.commands import DEFAULTS, SET_BY_SEARCH, PlanCommand, RunCommand, SearchCommand
 from ebbench.spec.run import RunSpec, known_settings, make_spec, named_as_keys, settings_of
 from ebbench.spec.server import ONLY_SIMULATED, VIRTUAL_TIME, is_server, version_defaults
+from ebbench.workloads.spec import WorkloadSpec
 
 # Settings of a run by name, as sweep files give them and tables of results store them.
 
@@ -107,17 +108,24 @@ PLAN_FILE = _file_of(PlanCommand)
 
 
 def is_run_file(name: str) -> bool:
-    """Whether the argument of a command is a file of its settings, not a workload: it names its workload."""
+    """Whether the argument of a command is a file of its settings, not one that describes a workload."""
     path = Path(name).expanduser()
-    return name.endswith(".toml") and path.is_file() and "workload" in read_toml(path)
+    if not (name.endswith(".toml") and path.is_file()):
+        return False
+    keys = read_toml(path).keys()
+    return "workload" in keys or not keys & (set(WorkloadSpec.__struct_fields__) - set(RUN_FILE.__struct_fields__))
 
 
 def read_run_file(path: Path, table: Any = RUN_FILE) -> dict[str, Any]:
     """What the file says, by key; paths in it are relative to the working directory, as on the command line.
 
-    Raises InputFileError for an unknown key, naming the nearest one, and for a value of another type.
+    Raises InputFileError for an unknown key, naming the nearest one, a value of another type, and without a workload.
     """
+    if "grid" in read_toml(path):
+        raise InputFileError(path, "has a [grid] of settings; run it with `ebbench sweep`")
     file = load_toml(path, table)
+    if file.workload is msgspec.UNSET:
+        raise InputFileError(path, "names no workload; add a line such as: workload = 'sharegpt'")
     given = {key: getattr(file, key) for key in table.__struct_fields__}
     given = {key: value for key, value in given.items() if value is not msgspec.UNSET}
     if isinstance(given.get("policy"), str):

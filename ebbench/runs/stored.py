@@ -368,6 +368,16 @@ def check_free(runs: Iterable[StoredRun]) -> None:
             raise UsageError(f"{run.path} is in use: a command writes to it; wait until it ends")
 
 
+def refuse_surroundings(references: Iterable[str]) -> None:
+    """Raise UsageError for the working directory and those above it, which may hold the runs of others, too."""
+    for reference in references:
+        path = Path(reference)
+        if path.is_dir() and Path.cwd().is_relative_to(path.resolve()):
+            raise UsageError(
+                f"{reference} is {path.resolve()}, in which you are; give runs, or a directory of them below"
+            )
+
+
 def remove(run: StoredRun) -> list[Path]:
     """Remove the files of a run that ebbench wrote, and its directory unless others are in it; returns these others.
 

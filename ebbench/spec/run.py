@@ -68,6 +68,8 @@ class Labels:
         for option, text in [*given, *(("--tag", tag) for tag in self.tags)]:
             if text is not None and not text.strip():
                 raise UsageError(f"{option} is empty; give it a text, or leave it out")
+            if option == "--name" and text in (".", ".."):
+                raise UsageError(f"{option} {text} would mean a directory wherever runs are named; give another")
             if text is not None and (_UNPRINTED.search(text) or len(text) > MOST_LETTERS):
                 raise UsageError(f"{option} must be one line of at most {MOST_LETTERS} letters")
 

@@ -10,7 +10,8 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import partial
+from itertools import chain, pairwise
 from typing import Any
 
 from ebbench.errors import InputFileError, UsageError
@@ -39,6 +40,8 @@ from ebbench.workloads.recorded import (
     answer_text,
     brings_results,
     calls_tools,
+    holds_media,
+    is_empty,
     joined_text,
     parse_stamp,
     read_class,
@@ -220,6 +223,7 @@ def read_columns(log: LogFile, options: ReadOptions, definition: Definition) -> 
         or (BLOCK_TOKENS if reader.from_texts else None),
         from_texts=reader.from_texts,
         notes=tuple(notes),
+        before=reader.before,
         ordered=not (definition.time_is_end and "duration" in columns.names) and reader.delays is None,
         time_hint="" if "time" in columns.names or asked.get("time") == "-" else _time_hint(log, columns, names),
     )
@@ -227,7 +231,7 @@ def read_columns(log: LogFile, options: ReadOptions, definition: Definition) -> 
 
 def _time_hint(log: LogFile, columns: Columns, names: list[str]) -> str:
     """Columns that look like times, as a clause for a message; empty if there are none."""
-    unused = [name for name in names if name not in (*columns.names.values(), *columns.added)]
+    unused = [name for name in names if name not in (*columns.names.values(), *chain(*columns.added.values()))]
     possible = [name for name in unused if not _COUNTS.fullmatch(plain_name(name))]
     columns_of_times = [
         name for name in possible if _like_times([value_at(name)(record.value) for record in log.sample])
@@ -313,8 +317,8 @@ def _notes(columns: Columns, asked: Mapping[str, str], definition: Definition) -
         yield warning("columns-passed-over", columns=list(columns.passed_over))
     if "user" in columns.names and "session" not in columns.names and asked.get("session") != "-":
         yield warning("users-are-no-sessions", column=columns.names["user"])
-    if columns.added:
-        yield warning("columns-added", column=columns.names["input"], added=list(columns.added))
+    for role, added in columns.added.items():
+        yield warning("columns-added", role=role, column=columns.names[role], added=list(added))
     if definition.time_is_end and "duration" not in columns.names:
         yield warning("times-are-ends")
 
@@ -332,9 +336,13 @@ class _Reader:
         self._answered = holds_answers(have, log)
         self._answer, self._failure = columns.getter("answer"), failure_reader(columns, log)
         self._end, self._lasts, self._turns, self._hash_ids = (columns.getter(role) for role in _MORE[:4])
-        self._session, self._cached = self._session_of(), columns.getter("cached")
+        self._session, self._cached = _name_getter(columns.getter("session")), columns.getter("cached")
+        self.before: dict[Any, Any] = {}
+        self._linked = "session" not in have and definition.parents is not None
+        if self._linked and definition.parents is not None:  # a request's session is its chain of predecessors
+            self._session, self._parent = (_name_getter(value_at(name)) for name in definition.parents)
         self._class, self._accepted = columns.getter("class"), columns.getter("accepted")
-        self._added = [(name, value_at(name)) for name in columns.added]
+        self._added = [[(name, value_at(name)) for name in columns.added.get(role, ())] for role in ("input", "output")]
         self._stops = [value_at(name) for name in stops]
         # A prompt that is counted from its messages is whole; a length is of what the turn adds.
         self.delays = Delays(log, columns, not self.from_texts) if "delay" in have else None
@@ -347,27 +355,37 @@ class _Reader:
             yield warning("turns-by-delay", column=column, lengths_add=self.delays.lengths_add)
         if self._answered:
             yield warning("last-message-is-answer")
+        if "input" not in self._columns.names and any(holds_media(self._prompt(row.value)) for row in self._log.sample):
+            yield warning("texts-only")
 
     def rows(self) -> Rows:
         """All records, completed requests and dropped ones."""
         inputs_of, outputs_of, time_of = (self._columns.getter(role) for role in ("input", "output", "time"))
         names = self._columns.names
-        added = bool(self._added)
+        added = any(self._added)
         more = self.from_texts or self._definition.parents is not None or any(role in names for role in _MORE)
         for record in self._log.records():
             value = record.value
+            if self._linked and (request := self._session(value)) is not None:
+                self.before[request] = self._parent(value)
             if failed := self._failure(value):
                 yield Dropped(record.line, *failed)
                 continue
             inputs, outputs, text = self._lengths(record, inputs_of(value), outputs_of(value))
-            if added and inputs is not None:
-                inputs += sum(read_tokens(self._log, record, name, get(value)) or 0 for name, get in self._added)
+            if added:
+                inputs, outputs = map(partial(self._with_added, record), (inputs, outputs), self._added)
             if not inputs or not outputs:
                 yield Dropped(record.line, unusable(inputs, outputs))
                 continue
             row = Recorded(record.line, self._stamp(record, "time", time_of(value)), inputs, outputs)
             row = self._completed(record, row, text) if more else row
             yield row if self.delays is None else self.delays.placed(record, row)
+
+    def _with_added(self, record: LogRecord, tokens: int | None, added: list[tuple[str, Any]]) -> int | None:
+        """A count with those of the columns that it does not include."""
+        if tokens is None:
+            return None
+        return tokens + sum(read_tokens(self._log, record, name, get(record.value)) or 0 for name, get in added)
 
     def _completed(self, record: LogRecord, row: Recorded, text: str) -> Recorded:
         """The request with its end, session and prefix."""
@@ -431,7 +449,7 @@ class _Reader:
             lasted_s = float(value) * self._seconds
         except (TypeError, ValueError, OverflowError):
             return None
-        return max(0.0, lasted_s) if math.isfinite(lasted_s) else None
+        return lasted_s if math.isfinite(lasted_s) else None
 
     def _blocks(self, record: LogRecord, value: Any) -> list[int | str] | None:
         if value is None or value == "":
@@ -441,26 +459,13 @@ class _Reader:
             raise InputFileError(self._log.path, problem, record.line)
         return value
 
-    def _session_of(self) -> Callable[[Mapping[str, Any]], Any]:
-        """The session of a record: its column, or the first request of its chain of predecessors."""
-        if self._definition.parents is None or "session" in self._columns.names:
-            return _name_getter(self._columns.getter("session"))
-        own, parent = (_name_getter(value_at(name)) for name in self._definition.parents)
-        roots: dict[Any, Any] = {}
-
-        def root(record: Mapping[str, Any]) -> Any:
-            first = roots[own(record)] = roots.get(parent(record), own(record))
-            return first
-
-        return root
-
 
 def _name_getter(get: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, Any]], Any]:
     """The name that a column gives, None if it is empty; one that is a list or an object as text."""
 
     def name(record: Mapping[str, Any]) -> Any:
         value = get(record)
-        if value in ("", None, "-"):
+        if is_empty(value):
             return None
         return value if isinstance(value, str | int | float) else str(value)
 

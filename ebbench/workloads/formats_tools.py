@@ -98,8 +98,15 @@ def _request(
     return Recorded(record.line, stamp, inputs, outputs, end=_number(end), **more)
 
 
-def _vllm_rows(log: LogFile) -> Rows:
-    for record in log.records():
+def _vllm(log: LogFile, options: ReadOptions) -> Reading:
+    chosen = options.columns.get("benchmark")
+    if len(log.sample) > 1 and chosen is None:  # vllm bench serve --append-result, SGLang's bench_serving
+        raise InputFileError(log.path, "holds the results of several runs; choose one with --columns benchmark=1")
+    return Reading(_vllm_rows(log, int(chosen or 1)), numbers_are="s")
+
+
+def _vllm_rows(log: LogFile, number: int) -> Rows:
+    for record in islice(log.records(), number - 1, number):
         result = converted(log, record.line, record.value, _VllmResult)
         columns: list[Any] = [result.input_lens, result.output_lens, result.start_times]
         timed = columns[2] is not None  # versions before start_times have the lengths only
@@ -198,7 +205,8 @@ TOOLS = (
         "the JSON of vllm bench serve --save-result --save-detailed",
         ("input_lens", "output_lens", "start_times"),
         _has("request_throughput", any_of=("input_lens", "mean_ttft_ms", "num_prompts")),
-        lambda log, options: Reading(_vllm_rows(log), numbers_are="s"),
+        _vllm,
+        choices=("benchmark",),
     ),
     TraceFormat(
         "GuideLLM",
@@ -384,8 +392,10 @@ def _otel_rows(log: LogFile) -> Rows:
             cached = _first(attributes, _CACHED)
             read = partial(read_tokens, log, record, "a span's token counts")
             inputs, outputs, cached = read(inputs), read(outputs), read(cached)
-            if span.failed or not inputs or not outputs:
-                yield Dropped(span.line, "an error" if span.failed else unusable(inputs, outputs))
+            unsent = str(span.start) == "0"  # what OTLP has for no time
+            if span.failed or unsent or not inputs or not outputs:
+                why = "an error" if span.failed else unusable(inputs, outputs) or "never sent"
+                yield Dropped(span.line, why)
                 continue
             try:
                 start = read_stamp(span.start)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -116,21 +116,24 @@ _UNITS = {"sec": "s", "secs": "s", "seconds": "s", "milliseconds": "ms"}
 _TIMES = ("time", "end", "duration", "delay")
 NUMBERS = ("block_tokens", "benchmark")
 """Keys of ``--columns`` whose value is a number instead of a column."""
-_PARTS_OF_INPUT = ("cache_read_input_tokens", "cache_creation_input_tokens")
-"""Counts that ``input_tokens`` beside them does not include, as Anthropic's API defines them."""
+_PARTS = {
+    "input": ("input_tokens", ("cache_read_input_tokens", "cache_creation_input_tokens")),
+    "output": ("candidates_token_count", ("thoughts_token_count",)),
+}
+"""Counts by role, and those beside them that they do not include, as the APIs of Anthropic and Gemini define them."""
 
 
 @dataclass(frozen=True)
 class Columns:
     """The column of each role found, the unit that its name states (times only), and other columns with such names.
 
-    ``added``: columns whose tokens are added to those of the input's column.
+    ``added``: columns whose tokens are added to those of a role's column, by role.
     """
 
     names: Mapping[str, str]
     units: Mapping[str, str]
     passed_over: tuple[str, ...] = ()
-    added: tuple[str, ...] = ()
+    added: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def getter(self, role: str) -> Callable[[Mapping[str, Any]], Any]:
         """A function that returns the role's value in a record, None if it is missing."""
@@ -230,16 +233,19 @@ def recognise(names: Sequence[str], asked: Mapping[str, str]) -> Columns:
                 also_named += matches[1:] if role in ("input", "output", "time", "session") else []
         if role in _TIMES and role in chosen and (unit := _UNIT.search(plain_name(chosen[role]))):
             units[role] = _UNITS.get(unit[1], unit[1])
-    added = () if "input" in asked else _parts_of_input(chosen.get("input", ""), names)
+    parts = {role: _parts_of(role, chosen[role], names) for role in _PARTS if role in chosen and role not in asked}
+    added = {role: columns for role, columns in parts.items() if columns}
     return Columns(chosen, units, tuple(also_named), added)
 
 
-def _parts_of_input(column: str, names: Sequence[str]) -> tuple[str, ...]:
+def _parts_of(role: str, column: str, names: Sequence[str]) -> tuple[str, ...]:
     """The columns beside ``column`` whose tokens it does not include."""
-    outer, dot, last = column.rpartition(".")
-    if plain_name(last) != "input_tokens":
+    outer, _, last = column.rpartition(".")
+    whole, parts = _PARTS[role]
+    if plain_name(last) != whole:
         return ()
-    return tuple(f"{outer}{dot}{part}" for part in _PARTS_OF_INPUT if f"{outer}{dot}{part}" in names)
+    beside = {plain_name(inner): name for name in names for where, _, inner in [name.rpartition(".")] if where == outer}
+    return tuple(beside[part] for part in parts if part in beside)
 
 
 def _matches(role: str, names: Sequence[str], taken: Iterable[str]) -> list[str]:

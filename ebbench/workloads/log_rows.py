@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -33,10 +33,10 @@ class Collected:
 
     ``session``: codes from 0, -1 without a session. ``hash_flat`` and ``hash_counts``: hash ids of all rows one after
     the other, and how many each row has, -1 without any; ``block_tokens``: prompt tokens per hash id, and
-    ``derived_block``: that size follows from the lengths and is not the usual one. ``dropped``: per reason the
-    number of rows and the line of the first; ``failed_by``: roles of columns that told failed ones; ``early_ends``:
-    as ``dropped``, of requests that end before they start. ``cached_tokens``: prompt tokens that were in the
-    server's cache, over all rows; None if the log does not say. ``classes``: empty if no row has one.
+    ``derived_block``: that size follows from the lengths and is not the usual one. ``dropped``: per reason the number
+    of rows and the line of the first; ``failed_by``: roles of columns that told failed ones; ``odd``: as ``dropped``,
+    of requests with impossible values that are not used, by the warning. ``cached_tokens``: prompt tokens that were in
+    the server's cache, over all rows; None if the log does not say. ``classes``: empty if no row has one.
     ``steps_by_accepted``: decode steps of all rows that accepted 0, 1, ... drafts; empty if the log does not say.
     """
 
@@ -55,7 +55,7 @@ class Collected:
     block_tokens: int | None = None
     derived_block: bool = False
     times: StampColumn = field(default_factory=StampColumn)
-    early_ends: tuple[int, int] | None = None
+    odd: dict[str, tuple[int, int]] = field(default_factory=dict)
     cached_tokens: int | None = None
     ends: Any = field(default_factory=lambda: array("d"))
     durations: Any = field(default_factory=lambda: array("d"))
@@ -99,10 +99,11 @@ class Collected:
                 str(row.session) if isinstance(row.session, list | dict) else row.session, len(self._codes)
             )
             _put(self.session, len(self.line), code, _NO_SESSION)
-        if row.end is not None and row.stamp is not None and row.end.value < row.stamp.value:
-            earlier, line = self.early_ends or (0, row.line)
-            self.early_ends = (earlier + 1, line)
-        elif row.end is not None:
+        negative = row.duration_s is not None and row.duration_s < 0
+        if negative or (row.end is not None and row.stamp is not None and row.end.value < row.stamp.value):
+            _count(self.odd, "ends-before-starts", row.line)
+            row = row._replace(end=None, duration_s=None)
+        if row.end is not None:
             _put(self.ends, len(self.line), row.end.value - self.times.base, _UNKNOWN)
         for column, said in (
             (self.turn, row.turn), (self.durations, row.duration_s), (self.pauses, row.pause_s),
@@ -118,7 +119,9 @@ class Collected:
                 earlier_ids = self.hash_flat[:before]
                 self.hash_flat = array("q", map(self._labels.__getitem__, (*earlier_ids, *row.hash_ids)))
             _put(self.hash_counts, len(self.line), len(row.hash_ids), _NO_IDS)
-        if row.cached_tokens is not None:
+        if row.cached_tokens is not None and row.cached_tokens > row.input_tokens:
+            _count(self.odd, "more-cached-than-prompt", row.line)
+        elif row.cached_tokens is not None:
             self.cached_tokens = (self.cached_tokens or 0) + row.cached_tokens
         if row.steps_by_accepted is not None:
             self.steps_by_accepted += [0] * (len(row.steps_by_accepted) - len(self.steps_by_accepted))
@@ -130,9 +133,24 @@ class Collected:
 
     def drop(self, row: Dropped) -> None:
         """Count a row that is left out."""
-        earlier, line = self.dropped.get(row.reason, (0, row.line))
-        self.dropped[row.reason] = (earlier + 1, line)
+        _count(self.dropped, row.reason, row.line)
         self.failed_by.add(row.role)
+
+    def join(self, before: Mapping[Any, Any]) -> None:
+        """Make one session of each chain of requests, whose ids are their sessions so far, in whatever order they are.
+
+        ``before``: the id of each request's predecessor, by id.
+        """
+        first: dict[Any, Any] = {}
+        for request in self._codes:
+            chain = {request: None}
+            while request not in first and (earlier := before.get(request)) in before and earlier not in chain:
+                chain[request := earlier] = None
+            first |= dict.fromkeys(chain, first.get(request, request))
+        codes: dict[Any, int] = {}
+        numbers = [codes.setdefault(first[request], len(codes)) for request in self._codes]
+        self.session = array("q", np.append(numbers, _NO_SESSION)[np.asarray(self.session)].tolist())
+        self._codes = codes
 
     def forget_single_ids(self) -> None:
         """Remove hash ids that occur in one prompt only: they show no sharing."""
@@ -170,6 +188,11 @@ class Collected:
         return counts
 
 
+def _count(counts: dict[str, tuple[int, int]], what: str, line: int) -> None:
+    earlier, first = counts.get(what, (0, line))
+    counts[what] = (earlier + 1, first)
+
+
 def _put(column: Any, rows: int, value: Any, missing: Any) -> None:
     """Write the entry of the last of ``rows`` rows; those before it that have none get ``missing``."""
     lacking = rows - 1 - len(column)
@@ -193,6 +216,8 @@ def collect(log: LogFile, reading: Reading) -> Collected:
             collected.add(row)
         else:
             collected.drop(row)
+    if reading.before and collected.sessions:
+        collected.join(reading.before)
     if collected.times.offsets and len(collected.times.offsets) != len(collected):
         raise InputFileError(log.path, "some requests have a time and some have none", int(collected.line[-1]))
     for texts in filter(None, (collected.prompts, collected.classes)):

@@ -10,6 +10,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -52,6 +53,7 @@ FEW_FRACTIONS = 0.1
 """Share of times with fractions up to which the others were written as whole numbers on purpose."""
 _LATEST = 1e19  # of ns since 1970 until 2286; also false for NaN
 _EPOCH_S = (1.388e9, 2.525e9)  # the years 2014 to 2049
+_SPREADSHEET_DAYS = (41_640, 54_788)  # the same years
 
 
 class Stamp(NamedTuple):
@@ -87,13 +89,15 @@ def read_stamp(value: Any) -> Stamp:
     raise ValueError(f"{text[:40]!r} is neither a number nor ISO 8601{remedy}")
 
 
-def parse_stamp(text: str | int | float | dt.datetime) -> Stamp:
+def parse_stamp(text: str | int | float | Decimal | dt.date) -> Stamp:
     """Parse a time: a number, a calendar time, ISO 8601 with any number of decimals (also with " UTC" at its end), or
     the clock of web servers' logs. Raises ValueError."""
-    if isinstance(text, dt.datetime):
-        return _calendar(text)
+    if isinstance(text, dt.date):
+        return _calendar(text if isinstance(text, dt.datetime) else dt.datetime.combine(text, dt.time()))
+    if isinstance(text, bool):
+        raise ValueError(f"{text} is no time")
     if not isinstance(text, str):
-        number = text
+        number = text if isinstance(text, int | float) else float(text)  # a decimal number of a Parquet file
     elif text[4:5] == "-":
         return _iso(text.strip())  # a calendar time, by far the most frequent text
     else:
@@ -216,14 +220,21 @@ def read_time_unit(
         return TimeReading("iso", "text in that form")
     if asked is not None:
         return TimeReading(asked, "--time-unit")
-    if numbers_are is not None:
-        return TimeReading(numbers_are, "by the format's definition")
     if not stamps.span:
-        return TimeReading(whole_numbers_are or "s", "all requests have the same time")
+        return TimeReading(numbers_are or whole_numbers_are or "s", "all requests have the same time")
     epoch = _epoch_unit(stamps)
+    if numbers_are is not None:
+        if epoch is not None and TIME_UNITS[epoch] > TIME_UNITS[numbers_are]:
+            problem = f"look like Unix times in {NAMES[epoch]}, and their format or column says {NAMES[numbers_are]}"
+            raise UsageError(f"the trace's times {problem}; say which with --time-unit {epoch} or {numbers_are}")
+        return TimeReading(numbers_are, "by the format's definition")
     if epoch is not None:
         return TimeReading(epoch, "Unix times")
     slowest, fastest = PLAUSIBLE_RATE
+    earliest, latest = _SPREADSHEET_DAYS
+    if not stamps.whole and earliest <= stamps.first <= latest and stamps.rate("s") >= fastest:
+        remedy = "write them as 2026-03-31T09:00:00, or give --time-unit s if they are seconds"
+        raise UsageError(f"the trace's times look like a spreadsheet's days since 1900; {remedy}")
     if not stamps.whole and whole_numbers_are is not None and stamps.rate(whole_numbers_are) < FASTEST_DEFINED_RATE:
         if stamps.fractions <= FEW_FRACTIONS and stamps.rate(whole_numbers_are) >= slowest:
             in_seconds = f"--time-unit s would make it {short_number(stamps.rate('s'))} per second"
@@ -334,18 +345,34 @@ def joined_text(value: Any) -> str:
     return ""
 
 
+_MEDIA = re.compile("image|audio|video|file|document")
+
+
+def holds_media(value: Any) -> bool:
+    """Whether a prompt has a part that is no text, such as an image, whose tokens :func:`joined_text` leaves out."""
+    if isinstance(value, Mapping):
+        kind = value.get("type")
+        return (isinstance(kind, str) and _MEDIA.search(kind) is not None) or holds_media(value.get("content"))
+    return isinstance(value, list) and any(map(holds_media, value))
+
+
 def _calls(message: Mapping[str, Any]) -> str:
     """Names and arguments of the tools that a message calls, which are tokens of the model as well."""
     calls = message.get("tool_calls") or [message.get("function_call")]
     if not isinstance(calls, Sequence):
         return ""
     functions = [call.get("function", call) for call in calls if isinstance(call, Mapping)]
-    if message.get("type") == "function_call":
+    if message.get("type") in ("function_call", "tool_use"):
         functions.append(message)
     words = [
-        function.get(key) for function in functions if isinstance(function, Mapping) for key in ("name", "arguments")
+        function.get(key)
+        for function in functions
+        if isinstance(function, Mapping)
+        for key in ("name", "arguments", "input")
     ]
-    return "\n".join(word for word in words if isinstance(word, str))
+    return "\n".join(
+        json.dumps(word) if isinstance(word, dict) else word for word in words if isinstance(word, str | dict)
+    )
 
 
 def answer_text(value: Any) -> str:
@@ -356,7 +383,7 @@ def answer_text(value: Any) -> str:
     if isinstance(value, Mapping):
         if isinstance(choices := value.get("choices"), Sequence) and choices:
             return answer_text(choices[0])
-        thinking = value.get("reasoning_content") or value.get("reasoning")
+        thinking = value.get("reasoning_content") or value.get("reasoning") or value.get("thinking")
         own = next((value[key] for key in ("message", "body", "content", "text", "output") if value.get(key)), "")
         parts = (thinking if isinstance(thinking, str) else "", answer_text(own), _calls(value))
         return "\n".join(filter(None, parts))
@@ -367,7 +394,8 @@ def answer_text(value: Any) -> str:
 
 _SEPARATED = re.compile(r"\d{1,3}(?:[.,' _]\d{3})+(?:[.,]\d+)?")
 """A number with thousands separators, such as ``1,234`` or ``1.234,0``."""
-MOST_TOKENS = int(np.iinfo(np.int32).max)
+MOST_TOKENS = 1 << 24
+"""No model takes or answers more; a longer request would take gigabytes of memory wherever lengths are counted."""
 
 
 class Recorded(NamedTuple):
@@ -448,6 +476,7 @@ class Reading:
     prompt tokens per hash id, None to derive it from the lengths. ``columns`` as recognised, None where the format has
     no columns to choose. ``from_texts``: its hash ids are of texts. ``notes``: what the user should know. ``ordered``:
     rows are expected in order of time. ``time_hint``: where there are no times, the columns that look like them.
+    ``before``: where sessions are chains of requests, the id of each one's predecessor by its own; grows with the rows.
     """
 
     rows: Rows
@@ -459,6 +488,7 @@ class Reading:
     notes: tuple[RunWarning, ...] = ()
     ordered: bool = True
     time_hint: str = ""
+    before: Mapping[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -477,11 +507,19 @@ class TraceFormat:
     choices: tuple[str, ...] = ()
 
 
+_EMPTY = ("", "-", "null", "None", "NaN", "nan")
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a cell has no value: as JSON, CSV, and Python's libraries write that."""
+    return value is None or value in _EMPTY or value != value
+
+
 def read_tokens(log: LogFile, record: LogRecord, name: str, value: Any) -> int | None:
     """A token count, or None if the cell is empty. Raises InputFileError if it is no whole number of 0 or more."""
     if type(value) is int:
         count = value
-    elif value is None or value in ("", "-", "null", "None", "NaN", "nan") or value != value:
+    elif is_empty(value):
         return None
     else:
         try:
@@ -547,7 +585,7 @@ def read_class(log: LogFile, line: int, name: str, value: Any) -> str | None:
     """The class that a cell names, None for an empty one; blanks, colons and commas, which limits cannot name, become
     ``_``. Raises InputFileError for what is no name.
     """
-    if value is None or value == "" or value != value:
+    if is_empty(value):
         return None
     if isinstance(value, str | int | float) and len(text := visible(str(value).strip())) <= _LONGEST_CLASS:
         return sys.intern(re.sub(r"[\s:,=]+", "_", text)) or None

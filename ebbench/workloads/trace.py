@@ -123,6 +123,7 @@ def nearest(log: LogFile) -> TraceFormat:
     return best if likeness(best) >= _LIKE else TABLE
 
 
+_YEAR_S, _MOST_YEARS = 365.25 * 86_400, 10
 _MOST_DROPPED = 0.5
 """Share of rows without usable lengths above which a file is refused instead of read in part."""
 
@@ -188,7 +189,12 @@ class Trace:
                 problem = f"is a Unix time in {second}, the rows before it are in {first}; write all in one unit"
                 raise InputFileError(self.path, problem, int(self.collected.line[row])) from None
             raise UsageError(f"{self.path}: {error}") from None
-        return unit, seconds_since_first(self.stamps, unit)
+        start_s = seconds_since_first(self.stamps, unit)
+        if (years := float(start_s.max()) / _YEAR_S) > _MOST_YEARS:
+            begins, ends = (int(self.collected.line[row]) for row in (start_s.argmin(), start_s.argmax()))
+            problem = f"its times go over {years:,.0f} years, from line {begins} to line {ends}"
+            raise InputFileError(self.path, f"{problem}; a time that is missing is often 1970, or a zero")
+        return unit, start_s
 
     def s_per_output_token(self, time_unit: str | None = None) -> float:
         """How long requests took per output token, of all together; 0 where the log has no ends."""
@@ -295,9 +301,8 @@ def _warnings(collected: Collected, stamps: Stamps | None, columns: Mapping[str,
         warnings.append(warning("rows-left-out", rows=rows, dropped=dropped, kept_with=keeps))
     if collected.derived_block:
         warnings.append(warning("block-size-derived", block_tokens=collected.block_tokens))
-    if collected.early_ends is not None:
-        count, line = collected.early_ends
-        warnings.append(warning("ends-before-starts", requests=count, first_line=line))
+    for code, (count, line) in collected.odd.items():
+        warnings.append(warning(code, requests=count, first_line=line))
     if collected.cached_share and not collected.hash_counts:
         sessions = bool(collected.sessions)
         warnings.append(warning("hits-not-replayed", cached_share=collected.cached_share, sessions=sessions))

@@ -55,6 +55,31 @@ def test_a_file_of_a_sweep_is_a_grid(tmp_path: Path) -> None:
     assert len(load_sweep(written("sweep", tmp_path)).cells) == 8
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "names no workload"),
+        ('policy = ["v1"]', "names no workload"),
+        ('worklod = "sharegpt"', "did you mean 'workload'"),
+        ('[grid]\npolicy = ["v1"]', "run it with `ebbench sweep`"),
+        ('name = "mine"\ndescription = "x"', "num_prompts"),
+    ],
+    ids=["empty", "no workload", "a slip", "a sweep", "a workload"],
+)
+def test_what_a_file_lacks_is_said_of_the_file_that_it_is(text: str, told: str, tmp_path: Path) -> None:
+    """A file of settings without a workload was read as one that describes a workload: its keys were unknown."""
+    path = tmp_path / "bench.toml"
+    path.write_text(text)
+    done = CliRunner().invoke(main.app, ["run", str(path)])
+    assert (done.exit_code, told in str(done.exception)) == (2, True) or told in done.output, done.output
+
+
+def test_a_file_that_no_command_would_take_is_not_written(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main.app, ["init", "simulation", str(tmp_path / "bench")])
+    assert done.exit_code != 0
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("job", [name for name in JOBS if name != "sweep"])
 def test_every_comment_is_a_setting_with_its_default_and_help(job: str, tmp_path: Path) -> None:
     path = written(job, tmp_path)

@@ -81,7 +81,7 @@ def test_capacity_refuses_settings_of_a_running_server(
 
 
 def test_a_trace_needs_a_file() -> None:
-    done = CliRunner().invoke(main.app, ["run", "trace:"])
+    done = CliRunner().invoke(main.app, ["run", "trace:", "--quiet"])
     assert (done.exit_code, done.stderr) == (2, "error: trace: names no file; write trace:FILE\n")
 
 

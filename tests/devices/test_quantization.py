@@ -52,12 +52,72 @@ def test_a_config_says_the_types_of_weights_and_kv_cache(
     assert (model.weight_dtype, model.kv_dtype) == (weights, kv)
 
 
+FOURS = {"num_bits": 4, "type": "int", "symmetric": True}
+LINEAR = 36 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288)
+
+
+def in_groups(size: int, targets: str = "Linear") -> dict[str, Any]:
+    groups = {"group_0": {"targets": [targets], "weights": {**FOURS, "group_size": size}}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
+@pytest.mark.parametrize(
+    ("config", "bits"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, 4 + 20 / 128),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "zero_point": True}, 4 + 20 / 32),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True}, 4),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True}, 8.5),
+        (in_groups(32), 4.5),
+        (in_groups(128), 4.125),
+    ],
+)
+def test_scales_of_small_groups_count_in_the_size(tmp_path: Path, config: dict[str, Any], bits: float) -> None:
+    """Kimi-K2.5, 4 bits in groups of 32, is 595 GB and not 547."""
+    model = read_config(written(tmp_path, quantization_config=config))
+    assert model.weight_bytes - 2 * model.embedding_params == pytest.approx(LINEAR * bits / 8, rel=1e-6)
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+FULL_NAME = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("config", "attention", "mlp"),
+    [
+        ({**GPTQ, "dynamic": {r"-:.*self_attn.*": {}}}, "bfloat16", "int4"),
+        ({**GPTQ, "dynamic": {r"+:.*\.mlp\..*": {"bits": 8}}}, "int4", "int8"),
+        ({**GPTQ, "modules_in_block_to_quantize": [["self_attn.q_proj"], ["self_attn.o_proj"]]}, "int4", "bfloat16"),
+        ({**GPTQ, "quant_method": "auto-round", "extra_config": {".*mlp.*": {"bits": 16}}}, "int4", "bfloat16"),
+        ({"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "mx_fp4"},) + 2 * ("w4a16_mxfp4",),
+        (in_groups(128, "re:.*qkv_proj"), "int4", "bfloat16"),
+        ({"quant_method": "torchao", "quant_type": {"default": {"_data": {"module_fqn_to_config": {
+            "_default": {"_type": "Int4WeightOnlyConfig"},
+            "self_attn": {"_type": "Float8DynamicActivationFloat8WeightConfig"}}}}}}, "fp8", "int4"),
+    ],
+)  # fmt: skip
+def test_modules_may_have_settings_of_their_own(
+    tmp_path: Path, config: dict[str, Any], attention: str, mlp: str
+) -> None:
+    model = read_config(written(tmp_path, quantization_config=config))
+    assert (model.dtype_of_attention, model.weight_dtype) == (attention, mlp)
+
+
+def test_one_module_with_settings_of_its_own_counts_in_the_size(tmp_path: Path) -> None:
+    config = {**GPTQ, "quant_method": "auto-round", "extra_config": {FULL_NAME: {"bits": 16}}}
+    whole = read_config(written(tmp_path, quantization_config={**config, "extra_config": {}}))
+    model = read_config(written(tmp_path, quantization_config=config))
+    assert model.weight_bytes - whole.weight_bytes == pytest.approx(4096 * 4096 * (16 - 4.125) / 8, abs=1)
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
         ({"quant_method": "gptq", "bits": 3}, "bits 3"),
         ({"bits": 4}, "without quant_method"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({**in_groups(128), "kv_cache_scheme": {"num_bits": 8, "type": "int"}}, "8 bits of type 'int'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": "NVFP4"}, "KV cache in NVFP4"),
     ],
 )
 def test_a_quantisation_that_is_not_read_is_refused_by_name(

@@ -429,4 +429,6 @@ def test_a_directory_of_runs_stands_for_them(tmp_path: Path, result: EngineResul
         stored(tmp_path / "all" / name, result)
     assert find_runs([tmp_path / "all"]) == [tmp_path / "all" / "a", tmp_path / "all" / "b"]
     assert find_runs([tmp_path / "all" / "b"]) == [tmp_path / "all" / "b"]
+    twice = find_runs([tmp_path / "all", tmp_path / "all" / "b", tmp_path / "all" / "a" / ".." / "b"])
+    assert twice == [tmp_path / "all" / "a", tmp_path / "all" / "b"], "shown as a second measurement of the same plan"
     assert find_runs([tmp_path / "none"]) == [tmp_path / "none"]

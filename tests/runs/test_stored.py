@@ -189,6 +189,19 @@ def test_what_is_no_run_is_never_removed(shelf: Path) -> None:
     assert {path.name for path in shelf.iterdir()} == {"broken", "thesis", "readme.txt", "one", "group"}
 
 
+@pytest.mark.parametrize("reference", [".", "..", "above"])
+def test_the_directory_that_one_is_in_is_not_emptied(
+    reference: str, shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is named ``..`` was looked for: what ``..`` is went, with the runs of everybody."""
+    monkeypatch.chdir(shelf / "group")
+    named = str(shelf.parent) if reference == "above" else reference
+    for command in (("rm", named, "--yes"), ("move", named, "--to", shelf / "group" / "new")):
+        done = invoke("runs", *command)
+        assert (done.exit_code, "in which you are" in done.stderr) == (2, True), done.output
+    assert (shelf / "group" / "two").is_dir()
+
+
 def test_a_run_that_is_being_made_is_left_alone(made: Path, tmp_path: Path) -> None:
     with RunWriter.create(tmp_path / "run") as writer:
         assert in_use(tmp_path / "run")

@@ -79,7 +79,7 @@ def test_a_delay_beside_times_is_a_column_like_any_other(tmp_path: Path) -> None
         ({"session_id": "x", "delay": -1}, "expected a delay of 0 or more in delay, found '-1'"),
         ({"session_id": "x", "delay": "soon"}, "found 'soon'"),
         ({"session_id": "x", "delay": float("nan")}, "found 'nan'"),
-        ({"session_id": "x", "delay": 1, "input_length": 2_147_483_000}, "more than 2,147,483,647 tokens"),
+        ({"session_id": "x", "delay": 1, "input_length": 16_777_000}, "more than 16,777,216 tokens"),
     ],
 )
 def test_delays_that_cannot_be_used_are_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:

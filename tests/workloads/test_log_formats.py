@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -331,3 +332,20 @@ def test_several_benchmarks_are_told_apart(logs: Path, tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match=r"holds 2 benchmarks \(poisson 5, poisson 5\); choose one with --columns"):
         build_plan(f"log:{path}")
     assert len(build_plan(f"log:{path}", columns="benchmark=2")) == 2
+    result = json.loads((logs / "vllm_bench.json").read_text())
+    both = tmp_path / "appended.jsonl"
+    both.write_text("".join(json.dumps({**result, "output_lens": [tokens] * 4}) + "\n" for tokens in (5, 9)))
+    with pytest.raises(InputFileError, match="several runs; choose one with --columns benchmark=1"):
+        build_plan(f"log:{both}")
+    assert build_plan(f"log:{both}", columns="benchmark=2").table["output_tokens"].to_pylist() == [9] * 3
+
+
+def test_a_span_without_a_start_is_left_out(logs: Path, tmp_path: Path) -> None:
+    text = (logs / "otlp.json").read_text()
+    first = re.search(r'"startTimeUnixNano": *"(\d+)"', text)
+    assert first is not None
+    path = tmp_path / "a.json"
+    path.write_text(text.replace(first[1], "0", 1))
+    whole, part = (read_trace(of).timed() for of in (logs / "otlp.json", path))
+    assert len(part) == len(whole) - 1
+    assert part.facts["rows_dropped"] == {"never sent": 1}

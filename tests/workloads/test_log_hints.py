@@ -1,5 +1,7 @@
 """What a log's reader says of bad input: the line, what was expected and the remedy; and what it refuses to guess."""
 
+import datetime as dt
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -31,6 +33,8 @@ BAD = [
     ('timestamp,input_tokens,output_tokens,n\n0.1,1,1,a\n0.2,1,1,"b\n0.3,1,1,c\n', 2, "a quote is not closed"),
     ("\n\n" + HEADER + "0.1,1,1\n0.2,1,x\n", 5, "expected a number of tokens in output_tokens, found 'x'$"),
     (HEADER + "0.1,1,5.5\n", 2, "found '5.5'$"),
+    (HEADER + "0.1,1,1\n0.2,1,2000000000\n", 3, "expected 0 to 16,777,216 tokens in output_tokens"),
+    (HEADER + "2026-03-02T09:00:00Z,1,1\n1970-01-01T00:00:00Z,1,1\n", None, "56 years, from line 3 to line 2"),
     (HEADER, None, "only a header"),
     ("0.5,12,9\n0.6,15,8\n", 1, "holds values; put a line with names above it"),
     ("city,population\nBern,1\n", 1, r"nearest format: table \(CSV, Parquet or JSON lines"),
@@ -215,3 +219,86 @@ def test_remarks_above_the_header_are_no_header(remarks: str, tmp_path: Path) ->
     log.write_text(f"{remarks}#time,input_tokens,output_tokens\n1.5,10,20\n2.5,30,40\n")
     plan = build_plan(f"log:{log}", columns="time=#time").table
     assert plan["input_tokens"].to_pylist() == [10, 30]
+
+
+ODD_CELLS = {
+    "sessions named as libraries write none": (
+        "timestamp,session_id,input_tokens,output_tokens\n0.5,nan,7,1\n1.75,nan,7,1\n2.5,null,7,1\n",
+        {"session": [0, 1, 2]},
+        "",
+    ),
+    "a negative duration": (
+        "timestamp,session,duration_s,input_tokens,output_tokens\n0.5,a,-1,7,1\n1.75,a,1,9,1\n9.5,a,1,90,1\n",
+        {"pause_ns": [None, None, 6_750_000_000]},
+        "end before they start: 1 (first: line 2)",
+    ),
+    "more cached than prompt tokens": (
+        "timestamp,cached_tokens,input_tokens,output_tokens\n0.5,50,100,1\n1.75,500,100,1\n",
+        {"input_tokens": [100, 100]},
+        "more cached than prompt tokens: 1 (first: line 3)",
+    ),
+    "thinking beside the answer (Gemini)": (
+        "timestamp,promptTokenCount,candidatesTokenCount,thoughtsTokenCount\n0.5,100,10,50\n1.75,100,10,\n",
+        {"output_tokens": [60, 10]},
+        "answers have candidatesTokenCount + thoughtsTokenCount tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD_CELLS)
+def test_odd_cells_are_read_as_they_are_meant_or_said(tmp_path: Path, name: str) -> None:
+    content, columns, said = ODD_CELLS[name]
+    path = tmp_path / "a.csv"
+    path.write_text(content)
+    plan = build_plan(f"log:{path}")
+    read = {"session": read_trace(path).requests.session.tolist(), **plan.table.to_pydict()}
+    assert {column: read[column] for column in columns} == columns
+    assert not said or any(said in warning for warning in map(str, plan.warnings))
+    assert (read_trace(path).collected.cached_share or 0.0) <= 1.0
+
+
+def test_chains_of_requests_are_sessions_in_any_order_of_rows(tmp_path: Path) -> None:
+    links = [(4, 3), (3, 2), (7, 6), (2, 1), (1, -1), (6, -1), (9, 8)]  # 8 is not in the file
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        "".join(
+            f'{{"chat_id": {own}, "parent_chat_id": {before}, "timestamp": {own}, "input_length": 20, '
+            f'"output_length": {0 if own == 3 else 5}}}\n'
+            for own, before in links
+        )
+    )
+    requests = read_trace(path).timed()
+    assert requests.session.tolist() == [0, 0, 0, 1, 1, 2]  # the failed 3 still links 4 to 2
+    assert requests.arrival_s is not None
+    assert requests.arrival_s.tolist() == [0, 5, 8]
+
+
+@pytest.mark.parametrize(
+    ("times", "column", "message"),
+    [
+        ((1700000000000, 1700000001500), "start_s", "Unix times in milliseconds, .* says seconds; .* ms or s"),
+        ((45246.7609, 45246.761, 45246.7615), "timestamp", "spreadsheet's days"),
+    ],
+)
+def test_times_that_cannot_be_in_their_unit_are_refused(
+    tmp_path: Path, times: tuple[float, ...], column: str, message: str
+) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f"{column},input_tokens,output_tokens\n" + "".join(f"{time},7,1\n" for time in times))
+    with pytest.raises(UsageError, match=message):
+        read_trace(path).timed()
+    assert read_trace(path).timed("s").facts["trace_span_s"] == pytest.approx(times[-1] - times[0])
+
+
+def test_columns_of_decimal_numbers_and_of_days_are_times(tmp_path: Path) -> None:
+    lengths = {"input_tokens": [7, 7], "output_tokens": [1, 1]}
+    for values, span_s in (
+        ([Decimal("0.5"), Decimal("1.75")], 1.25),
+        ([dt.date(2026, 3, 1), dt.date(2026, 3, 2)], 86_400.0),
+    ):
+        path = tmp_path / f"{span_s}.parquet"
+        pq.write_table(pa.table({"timestamp": values, **lengths}), path)
+        assert read_trace(path).timed().facts["trace_span_s"] == span_s
+    (yes := tmp_path / "a.jsonl").write_text('{"timestamp": true, "input_tokens": 7, "output_tokens": 1}\n')
+    with pytest.raises(InputFileError, match="'True' is neither a number"):
+        read_trace(yes)

@@ -27,6 +27,10 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "read_file", "a
             {"output": [{"type": "function_call", "name": "find", "arguments": "{}"}, {"content": [{"text": "done"}]}]},
             ["find", "{}", "done"],
         ),
+        (
+            {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "tool_use", "name": "f", "input": {"a": 1}}]},
+            ["hm", "f", '{"a": 1}'],
+        ),
         ({"choices": [], "message": {}}, []),
         ({"id": "only"}, []),
     ],
@@ -53,3 +57,16 @@ def test_a_log_whose_answers_are_tool_calls_has_lengths(tmp_path: Path) -> None:
     requests = read_trace(path).requests
     assert len(requests) == 5
     assert (requests.output_tokens == -(-len('read_file\n{"path": "a.py"}') // 4)).all()
+
+
+def test_prompts_with_images_are_said_to_be_counted_without_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    parts = [
+        {"type": "text", "text": "what is it?"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}},
+    ]
+    row = {"messages": [{"role": "user", "content": parts}], "response": "a cat"}
+    path.write_text(json.dumps(row) + "\n")
+    assert "texts-only" in [warning.code for warning in read_trace(path).requests.warnings]
+    path.write_text(json.dumps(row | {"prompt_tokens": 900}) + "\n")
+    assert "texts-only" not in [warning.code for warning in read_trace(path).requests.warnings]
