@@ -274,8 +274,8 @@ def test_a_price_of_a_device_not_searched_is_refused_with_the_nearest(tmp_path: 
 
 
 def test_the_command_prints_one_object() -> None:
-    options = "--request-rate 40 --input-len 200 --output-len 30 --goodput ttft:1500 tpot:40"
-    more = "--device h200 --device l40s --tp 1 --policy v1 --max-num-seqs 32 --price h200=3.5 --price l40s=0.9 --workers 1 -q --json"
+    options = "--request-rate 40 --input-len 200 --output-len 30 --goodput ttft:1500 tpot:40 --device h200 --tp 1"
+    more = "--device l40s --policy v1 --max-num-seqs 32 --price h200=3.5 --price l40s=0.9 --workers 1 -q --json"
     done = CliRunner().invoke(app, ["plan", "balanced", *options.split(), *more.split()])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
