@@ -494,7 +494,9 @@ def _kv(path: Path, method: str, config: Mapping[str, Any]) -> str:
     keys = ("kv_cache_scheme", "kv_cache_quant_algo")
     scheme = next((place[key] for place in places for key in keys if place.get(key)), None)
     if isinstance(scheme, dict):
-        scheme = {8: "FP8", 4: "NVFP4"}.get(scheme.get("num_bits") or 0) if scheme.get("type") == "float" else None
+        scheme = {("float", "8"): "FP8", ("float", "4"): "NVFP4"}.get(
+            (str(scheme.get("type")), str(scheme.get("num_bits")))
+        )
     if str(scheme).upper() == "NVFP4":
         raise InputFileError(path, "a KV cache in NVFP4 has no cost model here")
     return "fp8" if str(scheme).upper() == "FP8" else PLAIN

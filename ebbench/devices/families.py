@@ -264,6 +264,10 @@ GPT2 = Family(
 LFM2 = Family(layers={FULL: (softmax(),), CONV: (short_conv,)}, tied=True, width=_lfm2, qk_norm=True,
               pattern=_listed_full("full_attn_idxs", otherwise=CONV),
               defaults={"intermediate_size": 12288})  # fmt: skip
+_OF_IMAGES = (
+    "embd_layer", "audio_chunk_length", "additional_vocab_size", "embedding_size", "use_qk_norm", "qk_norm_type",
+    "attention_layer_norm", "norm_after",
+)  # fmt: skip
 COHERE = Family(tied=True)
 _HUNYUAN_KEYS = (
     "attention_head_dim",
@@ -333,6 +337,11 @@ FAMILIES: Mapping[str, Family] = {
          "stablelm", "diffllama", "baichuan", "aquila", "xverse", "qwen2_vl_text", "qwen2_5_vl_text", "olmo", "yi"),
         DENSE,
     ),
+    # Models of images and sound that have the decoder's values beside their encoders'.
+    **dict.fromkeys(("phi3_v", "phi4-siglip"), replace(DENSE, understood=_OF_IMAGES)),
+    **dict.fromkeys(("minicpmv", "minicpmo", "dots_ocr"), replace(QWEN2, understood=_OF_IMAGES)),
+    **dict.fromkeys(("Keye", "KeyeVL1_5", "isaac", "molmo2_text"), replace(DENSE, qk_norm=True, understood=_OF_IMAGES)),
+    "molmo": replace(DENSE, width=_half, understood=_OF_IMAGES),
     "smollm3": COHERE,
     "phi3": replace(DENSE, understood=("full_attn_mod",)),
     **dict.fromkeys(("phi4mm", "phi4_multimodal"), replace(
@@ -383,9 +392,9 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified_text"), GEMMA4),
     **dict.fromkeys(("exaone4", "exaone4_5_text"), EXAONE4),
     "exaone_moe": replace(EXAONE4, experts=True, defaults=_FIRST_DENSE),
-    **dict.fromkeys(("ernie4_5", "paddleocr_vl_text"), ERNIE),
+    **dict.fromkeys(("ernie4_5", "paddleocr_vl_text", "paddleocr_vl"), ERNIE),
     "ernie4_5_moe": replace(MIXTURE, tied=True, wide_router=True),
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_vl_text"), HUNYUAN),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_vl_text", "hunyuan_vl"), HUNYUAN),
     "hunyuan_v1_moe": replace(HUNYUAN, experts=True, defaults={"num_shared_expert": 1},
                               understood=(*_HUNYUAN_KEYS, "use_mixed_mlp_moe")),
     "hy_v3": replace(MIXTURE, qk_norm=True, wide_router=True, understood=("enable_moe_fp32_combine",),

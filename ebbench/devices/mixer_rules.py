@@ -56,13 +56,15 @@ HARMLESS = re.compile(
     r"|max_\w*(position|len|length|seq)\w*|(n|num)_?(ctx|positions)|.*(max_seq_len|seq_length|context_length|model_max_length).*|pretraining_tp|attn_impl\w*|torch_dtype|dtype|architectures"
     r"|chunk_size_feed_forward|(mamba_)?chunk_size|topk_group|n_group|num_expert_group|topk_method|scoring_func|expert_selection_fn|router_\w+|use_mamba_kernels|use_cache"
     r"|moe_(router|renormalize|token_drop\w*|shared_expert_overlap|routed_scaling\w*|aux\w*|norm\w*|use_\w*|capacity|gate|dropout|group\w*|layer_recompute|multi\w*|random\w*|softmax\w*)\w*"
-    r"|use_(flash|sdpa|dynamic|expert_bias|conv_bias|moe|bidirectional)\w*|fp32_residual\w*|residual_in_fp32|attention_type|attn_temperature\w*|floor_scale|time_step\w*|query_pre_attn_scalar"
+    r"|lm_head|rm_head|_?flash_attn\w*|pixel_shuffle\w*|use_(flash|sdpa|dynamic|expert_bias|conv_bias|moe|bidirectional)\w*|fp32_residual\w*|residual_in_fp32|attention_type|attn_temperature\w*|floor_scale|time_step\w*|query_pre_attn_scalar"
     r"|num_logits_to_keep|block_size|ep_size|ep_\w+|moe_layer_num|is_decoder|vision_\w+|image_\w+|video_\w+|audio_\w+|mm_\w+|projector_\w+|spatial_\w+|patch_size|downsample\w*"
     r"|(attention|key|value|query|attn)_(softmax|multiplier)\w*|.*_multipliers?|apply_\w+|num_logits\w*|summary_\w+|reorder\w*|add_cross_attention|cross_attention_hidden_size"
     r"|tie_\w+|_?attn_implementation\w*|experts_implementation|use_parallel_residual|parallel_attn|partial_\w+|mlp_(alpha|beta)\w*|\w+_attn_(alpha|beta)_factor|no_rope_layers?|no_rope_layer_interval"
     r"|nope_layer_interval|layer_rope_theta|mamba_(norm|rms_norm|conv_bias|proj_bias|hidden_act)\w*|first_layer_fusion|keep_window_size|swiglu\w*|hidden_act\w*|_?name_or_path|model_type|transformers_version|auto_map|id2label|label2id|torchscript|use_return_dict|return_dict|base_model_\w+|is_encoder_decoder|tokenizer_class|deepspeed\w*|task_specific\w*|begin_suppress\w*|problem_type|gradient\w*|_commit_hash|\w*original_max_\w*"
 )
 """The ones of these on which no figure depends."""
+MOST = 2**40
+"""No size of a model is larger."""
 _EMPTY = (None, False, 0, 0.0, "", "none")
 
 
@@ -100,6 +102,8 @@ class ConfigValues:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < (1 if default != 0 else 0):
                 raise InputFileError(self.path, f"{key} must be a positive whole number, not {shortened(value)}")
+            if value > MOST:
+                raise InputFileError(self.path, f"{key} must be at most {MOST:,}, not {shortened(value)}")
             return value
         if default is None:
             raise InputFileError(self.path, f"{keys[0]} is missing; a decoder's config.json has it")
@@ -229,7 +233,10 @@ def softmax(
 
 
 def latent(v: ConfigValues, layers: int) -> Mixer:
-    """Multi-head latent attention (MLA), sparse where the config has an index."""
+    """Multi-head latent attention (MLA), sparse where the config has an index; plain attention without ``use_mla``."""
+    if v.get("use_mla") is False:
+        v.understood(("v_head_dim", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"))
+        return softmax(value_dim="")(v, layers) or Mixer("full", layers)
     hidden, heads = v.number("hidden_size"), heads_of(v)
     rank, rope, nope = v.number("kv_lora_rank"), v.number("qk_rope_head_dim", default=0), v.number("qk_nope_head_dim")
     values, queries = v.number("v_head_dim"), v.number("q_lora_rank", default=0)

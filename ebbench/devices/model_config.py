@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ebbench.devices.checkpoint_types import CheckpointTypes, read_modules, read_types
 from ebbench.devices.families import DENSE_MLP, EXPERTS, FAMILIES, FULL, TEXT_PARTS, WINDOW, Family
 from ebbench.devices.geometry import Mixer, ModelGeometry
-from ebbench.devices.mixer_rules import NAMES, SHARES_CACHE, ConfigValues, head_dim_of, heads_of, shortened
+from ebbench.devices.mixer_rules import MOST, NAMES, SHARES_CACHE, ConfigValues, head_dim_of, heads_of, shortened
 from ebbench.devices.routers import FLOAT32
 from ebbench.errors import InputFileError
 from ebbench.foreign.documents import read_object, read_toml
@@ -39,8 +39,10 @@ _MOST = {
     **dict.fromkeys(("num_hidden_layers", "n_layers", "n_layer", "num_layers"), 10_000),
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 1_000_000),
 }
-_MOST_OTHERWISE = 2**40
-"""Numbers above these describe no model, and would be counted up to."""
+"""Numbers above these describe no model, and would be counted up to; of other keys above ``MOST``."""
+_NOT_NEGATIVE = {"max_position_embeddings", "original_max_position_embeddings", "factor"}.union(
+    *NAMES.encoders.values()
+)
 
 
 def read_model_file(path: Path) -> dict[str, Any]:
@@ -71,7 +73,7 @@ def _problem(key: str, value: Any) -> str:
         return "" if isinstance(value, str) else "a text"
     if key in _FLAGS:
         return "" if isinstance(value, bool) else "true or false"
-    if not _NUMBER_NAMES.fullmatch(key):
+    if not _NUMBER_NAMES.fullmatch(key) and key not in _NOT_NEGATIVE:
         return ""
     if isinstance(value, str):
         return "a number without quotes" if _DIGITS.fullmatch(value) else ""
@@ -79,8 +81,12 @@ def _problem(key: str, value: Any) -> str:
         return "finite"
     if isinstance(value, dict) and key in _MOST:
         return "a whole number"
-    most = _MOST.get(key, _MOST_OTHERWISE)
-    return f"at most {most:,}" if isinstance(value, int | float) and value > most else ""
+    most = _MOST.get(key, MOST)
+    if not isinstance(value, int | float):
+        return ""
+    if value < 0 and key in _NOT_NEGATIVE:
+        return "at least 0"
+    return f"at most {most:,}" if value > most else ""
 
 
 # Mistral's own format, `params.json`, in the words of a config.json (vLLM's `transformers_utils/configs`).
@@ -127,9 +133,9 @@ def _quantization(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
 
 _STATED_STRETCHED = (None, "default", "su", "longrope", "llama3", "mrope")
 _TIED = "tie_word_embeddings"
+_ENCODER_PARTS = ("vision_config", "audio_config", "vit_config", "encoder_config", "audio_encoder_config")
 _OF_ALL = (
-    "quantization_config", "compression_config", _TIED, "vision_config", "audio_config",
-    "_name_or_path", "torch_dtype", "dtype",
+    "quantization_config", "compression_config", _TIED, *_ENCODER_PARTS, "_name_or_path", "torch_dtype", "dtype",
 )  # fmt: skip
 _NESTED = ("sparse_attention_config", "linear_attn_config", "moe_config")
 """Objects within a config.json whose values count as the model's own."""
@@ -419,11 +425,15 @@ def _base(
     return model if set(model.mixers) == set(mixers) else replace(model, own_mixers=mixers)
 
 
+def _encoders(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What a config.json says of the parts that read images and sound."""
+    return [part for part in map(raw.get, _ENCODER_PARTS) if isinstance(part, dict) and part]
+
+
 def _encoder_bytes(raw: Mapping[str, Any]) -> int:
     """About the bytes of the weights that read images and sound: four square projections and an MLP per layer."""
     total = 0
-    for key in ("vision_config", "audio_config"):
-        part = raw.get(key) or {}
+    for part in _encoders(raw):
         sizes = {
             name: next((part[key_given] for key_given in keys if isinstance(part.get(key_given), int)), 0)
             for name, keys in NAMES.encoders.items()
@@ -529,7 +539,7 @@ def _simplified(raw: Mapping[str, Any], family: Family, model: ModelGeometry) ->
     """What the geometry simplifies."""
     if family.note:
         yield family.note
-    if raw.get("vision_config") or raw.get("audio_config"):
+    if _encoders(raw):
         yield "only its language model is simulated: the time of its encoder is left out, its weights are estimated"
     chunks = [mixer for mixer in model.mixers if mixer.kind == "chunk"]
     if chunks:

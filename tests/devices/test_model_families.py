@@ -285,14 +285,38 @@ def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
     assert read_config(path).params == read(tmp_path / "without", LLAMA).params
 
 
-@pytest.mark.parametrize("key", ["text_config", "llm_config", "language_config"])
-def test_the_decoder_within_a_model_of_images_is_read(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "encoder"),
+    [("text_config", "vision_config"), ("llm_config", "vit_config"), ("language_config", "encoder_config")],
+)
+def test_the_decoder_within_a_model_of_images_is_read(tmp_path: Path, key: str, encoder: str) -> None:
     vision = {"hidden_size": 1280, "depth": 32, "intermediate_size": 5120}
-    outer = {"model_type": "anything_vl", "vision_config": vision, key: LLAMA}
+    outer = {"model_type": "anything_vl", encoder: vision, key: LLAMA}
     model, alone = read(tmp_path, outer), read(tmp_path / "alone", LLAMA)
     assert model.params == alone.params
     assert model.weight_bytes - alone.weight_bytes == 2 * 32 * (4 * 1280**2 + 2 * 1280 * 5120)
     assert "the time of its encoder is left out, its weights are estimated" in model.note
+
+
+FLAT: dict[str, dict[str, Any]] = {
+    "minicpmv": {"query_num": 64, "slice_config": {"max_slice_nums": 9}, "use_sliding_window": False,
+                 "max_window_layers": 28, "sliding_window": 32768},
+    "phi3_v": {"embd_layer": {"embedding_cls": "image"}, "img_processor": {"image_dim_out": 1024}},
+    "molmo": {"intermediate_size": 8192, "embedding_size": 32000, "attention_layer_norm": False, "norm_after": False},
+    "molmo2_text": {"additional_vocab_size": 128, "use_qk_norm": True, "qk_norm_type": "qwen3"},
+    "dots_ocr": {"use_sliding_window": False, "max_window_layers": 28, "sliding_window": 131072},
+    "deepseek_v2": {"use_mla": False, "kv_lora_rank": None, "qk_nope_head_dim": 0, "v_head_dim": 0, "lm_head": True,
+                    "n_routed_experts": 0, "n_shared_experts": None, "num_experts_per_tok": 0,
+                    "moe_intermediate_size": None},
+    "llama": {"_flash_attn_2_enabled": True, "pixel_shuffle_factor": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FLAT)
+def test_decoders_within_models_of_images_are_ordinary_ones(tmp_path: Path, kind: str) -> None:
+    model = read(tmp_path, LLAMA, **FLAT[kind], model_type=kind)
+    known = read(tmp_path / "known", LLAMA)
+    assert (model.params, model.kv_bytes_per_token) == (known.params, known.kv_bytes_per_token)
 
 
 def test_the_decoder_within_says_what_differs_from_its_class(tmp_path: Path) -> None:
@@ -397,8 +421,19 @@ def test_patterns_that_could_take_long_are_refused(tmp_path: Path, listed: list[
         {"model_type": "nemotron_h", "hybrid_override_pattern": 8, "num_hidden_layers": None},
         {"n_layers": 2**40, "num_hidden_layers": None},
         {"layer_types": {"0": "full_attention"}},
+        {"max_position_embeddings": -5},
+        {"rope_scaling": {"rope_type": "yarn", "factor": -1}},
+        {"vision_config": {"depth": -5, "hidden_size": 1024}},
+        {"v_head_dim": 2**70},
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8",
+                                 "kv_cache_scheme": {"type": "float", "num_bits": 4}}},
     ],
 )  # fmt: skip
 def test_values_of_another_kind_are_one_line_of_error(tmp_path: Path, fields: dict[str, Any]) -> None:
     with pytest.raises(InputFileError):
         read(tmp_path, LLAMA, **fields)
+
+
+def test_bits_of_a_kv_cache_that_are_no_number_are_not_understood(tmp_path: Path) -> None:
+    scheme = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"type": "float", "num_bits": {}}}
+    assert read(tmp_path, LLAMA, quantization_config=scheme).kv_dtype == "bfloat16"
