@@ -110,7 +110,7 @@ class CountFields(NamedTuple):
         return (self.prompt, *self.otherwise, "prompt_tokens", "input_tokens")
 
 
-OPENAI = CountFields()
+OPENAI, _TOTAL = CountFields(), "total_tokens"
 
 
 def token_counts(usage: Any, fields: CountFields = OPENAI) -> TokenCounts:
@@ -130,6 +130,9 @@ def token_counts(usage: Any, fields: CountFields = OPENAI) -> TokenCounts:
         prompt = None if odd.keys() & fields.beside else whole_number(prompt + sum(filter(None, parts)), at_least=1)
     cached = _count(usage, fields.cached, odd, whole=prompt)
     reasoning = _count(usage, fields.reasoning, odd, whole=completion)
+    total = whole_number(usage.get(_TOTAL))
+    if total and completion is not None and prompt is not None and total != prompt + completion:
+        odd[_TOTAL] = f"{total} where {prompt} and {completion} are counted"  # thinking that only the total has
     return TokenCounts(completion, prompt, cached, reasoning, odd)
 
 

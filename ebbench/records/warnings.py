@@ -414,6 +414,9 @@ def _odd_usage(field: str, answers: int, first: str) -> str:
     treated = "failed" if field == "completion_tokens" else "left out"
     counted, before = ("1 answer", "") if answers == 1 else (f"{answers:,} answers", "the first: ")
     where = "usage" if field == "usage" else f"{field} in the usage"
+    if field == "total_tokens":
+        hidden = "it may hold thinking that is missing here"
+        return f"{where} of {counted} is not the sum of prompt and output ({before}{first}): {hidden}"
     return f"{where} of {counted} is no possible number of tokens ({before}{first}): {treated}"
 
 

@@ -195,6 +195,13 @@ def test_usage_may_have_the_names_of_another_api(endpoint: Endpoint, usage: dict
     assert (counts.prompt, counts.completion, counts.odd) == (7, 3, {})
 
 
+def test_a_total_that_holds_more_than_prompt_and_output_is_named() -> None:
+    counts = token_counts({"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 30}, DIALECTS["chat"].counts)
+    assert (counts.prompt, counts.completion) == (7, 3)
+    assert counts.odd == {"total_tokens": "30 where 7 and 3 are counted"}
+    assert not token_counts({"input_tokens": 7, "output_tokens": 3, "total_tokens": 10.0}, DIALECTS["chat"].counts).odd
+
+
 BODIES: dict[Endpoint, dict[str, Any]] = {
     "responses": {"model": "m", "stream": True, "store": False, "temperature": 0.0, "ignore_eos": True,
                   "max_output_tokens": 6},
