@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from ebbench.cli.main import app
@@ -61,6 +62,10 @@ def test_a_plan_that_the_api_server_limits_takes_more_replicas() -> None:
     assert BUSY in simulated
     assert LEFT_OUT not in simulated
     assert "Cheapest that carries this rate: 2 x h200" in simulated or "Cheapest: 3 x h200" in simulated
+
+
+@pytest.mark.nightly
+def test_a_plan_with_api_servers_to_spare_is_not_limited_by_them() -> None:
     assert "API server" not in plan("--request-rate", "30")
     more = plan("--request-rate", "100", "--api-server-count", "4")
     assert BUSY not in more

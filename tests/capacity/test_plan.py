@@ -274,22 +274,23 @@ def test_a_price_of_a_device_not_searched_is_refused_with_the_nearest(tmp_path: 
 
 
 def test_the_command_prints_one_object() -> None:
-    options = "--source profile --request-rate 12 --goodput ttft:1500 tpot:40 --device h200 --device l40s --tp 1"
-    more = "--policy v1 --max-num-seqs 32 --price h200=3.5 --price l40s=0.9 --workers 1 -q --json"
-    done = CliRunner().invoke(app, ["plan", "sharegpt", *options.split(), *more.split()])
+    options = "--request-rate 40 --input-len 200 --output-len 30 --goodput ttft:1500 tpot:40 --device h200 --tp 1"
+    more = "--device l40s --policy v1 --max-num-seqs 32 --price h200=3.5 --price l40s=0.9 --workers 1 -q --json"
+    done = CliRunner().invoke(app, ["plan", "balanced", *options.split(), *more.split()])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     first = found["deployments"][0]
     assert first["cost_per_hour"] == min(each["cost_per_hour"] for each in found["deployments"])
     assert first["gpus"] == first["tp"] * first["replicas"]
-    assert first["cost_per_1000_requests"] == pytest.approx(1000 * first["cost_per_hour"] / 3600 / 12, rel=1e-6)
+    assert first["cost_per_1000_requests"] == pytest.approx(1000 * first["cost_per_hour"] / 3600 / 40, rel=1e-6)
 
 
 def test_what_a_plan_estimates_is_said_and_fp8_halves_the_time_per_token() -> None:
-    options = "--source profile --request-rate 2 --goodput ttft:4000 tpot:200 --device l40s --tp 1 --policy v1"
+    load = "balanced --input-len 300 --output-len 40 --request-rate 10"
+    options = "--goodput ttft:4000 tpot:200 --device l40s --tp 1 --policy v1 --max-num-seqs 32 --workers 1 -q"
     tpot_ms = []
     for types in ("", "--quantization fp8 --kv-cache-dtype fp8"):
-        arguments = f"plan sharegpt {options} --max-num-seqs 32 --workers 1 -q {types}".split()
+        arguments = f"plan {load} {options} {types}".split()
         found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
         tpot_ms.append(found["deployments"][0]["median_tpot_ms"])
         printed = " ".join(CliRunner().invoke(app, arguments).output.split())

@@ -123,20 +123,8 @@ def test_a_sweep_refuses_drafts_that_the_model_cannot_make(tmp_path: Path) -> No
 
 
 def test_a_plan_prices_the_drafts_in(tmp_path: Path) -> None:
-    common: tuple[str, ...] = (
-        "plan",
-        *SERVER,
-        "--request-rate",
-        "2",
-        "--goodput",
-        "tpot:50",
-        "--tp",
-        "1",
-        "-p",
-        "v1",
-        "--json",
-    )
-    common = (*common, "--max-num-seqs", "16", "--input-len", "200", "--output-len", "50")
+    load = "--request-rate 20 --input-len 200 --output-len 30 --max-num-seqs 16 --goodput tpot:50"
+    common = ("plan", *SERVER, *load.split(), "--tp", "1", "-p", "v1", "--json")
     found = {}
     for rate in ("0", "1"):
         done = CliRunner().invoke(app, [*common, "--speculative", f"method=eagle3,tokens=3,acceptance={rate}"])

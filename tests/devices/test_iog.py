@@ -95,7 +95,7 @@ def test_throughput_that_the_arrivals_set_is_not_scored() -> None:
     assert not any(cell.fitted for cell in cells)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_report_has_every_figure(tmp_path: Path) -> None:
     cells = reported("iog", tmp_path)
     assert len(cells) == 5 * 55

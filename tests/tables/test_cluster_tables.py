@@ -164,7 +164,7 @@ def test_winners_are_explained_by_what_was_measured(tmp_path: Path) -> None:
     [
         ("table19", ("--device", "h200"), 9),
         ("cluster-policies", ("--device", "h200", "--workload", "prefill-heavy"), 15),
-        ("sbs-figure7", (), 10),
+        pytest.param("sbs-figure7", (), 10, marks=pytest.mark.nightly),
         ("long-context", ("--device", "h200", "--model", "qwen3-4b"), 1),
         ("table6", ("--model", "qwen3-8b", "-p", "ebplus"), 1),
     ],
