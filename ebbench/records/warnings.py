@@ -458,7 +458,7 @@ def _hits_not_replayed(cached_share: float, sessions: bool) -> str:
 
 
 def _columns_added(column: str, added: Sequence[str], role: str = "input") -> str:
-    whose, api = ("prompts", "Anthropic's") if role == "input" else ("answers", "Gemini's")
+    whose, api = ("prompts", "Anthropic's (and Bedrock's)") if role == "input" else ("answers", "Gemini's")
     parts = " + ".join((column, *added))
     return f"{whose} have {parts} tokens, as {api} API counts them; --columns {role}={column} takes that one alone"
 

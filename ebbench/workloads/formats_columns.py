@@ -315,6 +315,8 @@ def _stops_in(names: Iterable[str], log: LogFile) -> Iterator[str]:
 def _notes(columns: Columns, asked: Mapping[str, str], definition: Definition) -> Iterator[RunWarning]:
     if columns.passed_over:
         yield warning("columns-passed-over", columns=list(columns.passed_over))
+    if {"duration", "session"} <= columns.names.keys() and not (columns.units.get("duration") or definition.duration):
+        yield warning("duration-without-unit", column=columns.names["duration"])
     if "user" in columns.names and "session" not in columns.names and asked.get("session") != "-":
         yield warning("users-are-no-sessions", column=columns.names["user"])
     for role, added in columns.added.items():

@@ -117,7 +117,7 @@ _TIMES = ("time", "end", "duration", "delay")
 NUMBERS = ("block_tokens", "benchmark")
 """Keys of ``--columns`` whose value is a number instead of a column."""
 _PARTS = {
-    "input": ("input_tokens", ("cache_read_input_tokens", "cache_creation_input_tokens")),
+    "input": ("input_tokens", ("cache_read_input_tokens", "cache_creation_input_tokens", "cache_write_input_tokens")),
     "output": ("candidates_token_count", ("thoughts_token_count",)),
 }
 """Counts by role, and those beside them that they do not include, as the APIs of Anthropic and Gemini define them."""

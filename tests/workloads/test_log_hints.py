@@ -237,6 +237,16 @@ ODD_CELLS = {
         {"input_tokens": [100, 100]},
         "more cached than prompt tokens: 1 (first: line 3)",
     ),
+    "durations without a unit": (
+        "timestamp,session,latency,input_tokens,output_tokens\n0.5,a,250,7,1\n3.25,a,300,9,1\n",
+        {"session": [0, 0]},
+        "latency are not used, since its name has no unit",
+    ),
+    "a cache beside the prompt (Bedrock)": (
+        "timestamp,inputTokens,outputTokens,cacheReadInputTokens,cacheWriteInputTokens\n0.5,7,1,90,3\n1.75,7,1,,\n",
+        {"input_tokens": [100, 7]},
+        "prompts have inputTokens + cacheReadInputTokens + cacheWriteInputTokens tokens",
+    ),
     "thinking beside the answer (Gemini)": (
         "timestamp,promptTokenCount,candidatesTokenCount,thoughtsTokenCount\n0.5,100,10,50\n1.75,100,10,\n",
         {"output_tokens": [60, 10]},
