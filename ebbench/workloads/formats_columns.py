@@ -55,6 +55,8 @@ from ebbench.workloads.recorded import (
 
 # Hints for error messages: which columns of a log look like those that were not found.
 
+_NUMBER = re.compile(r"\s*\d+(\.0*)?\s*")
+"""A prompt that is a count of tokens, not a text."""
 _COUNTS = re.compile(r"|unnamed.*|index|idx|row|number|(\w*_)?id")
 """Names of columns that count rows, as the index of pandas does."""
 MOST_LOOKED_AT = 300
@@ -249,6 +251,9 @@ def _with_fitting_values(columns: Columns, log: LogFile, asked: Mapping[str, str
         get = value_at(names.get(role))
         if role in names and not any(reads(get(record.value)) for record in log.sample):
             del names[role]
+    prompts = [value_at(names.get("prompt"))(record.value) for record in log.sample]
+    if "prompt" in names and "prompt" not in asked and all(map(_NUMBER.fullmatch, map(str, prompts))):
+        names = {role: column for role, column in names.items() if role not in ("prompt", "answer")}
     if "status" in names and "status" not in asked and not tells_failures(names["status"], log):
         del names["status"]
     if "delay" in names and not has_delays(names, log, asked):

@@ -117,10 +117,11 @@ _TIMES = ("time", "end", "duration", "delay")
 NUMBERS = ("block_tokens", "benchmark")
 """Keys of ``--columns`` whose value is a number instead of a column."""
 _PARTS = {
-    "input": ("input_tokens", ("cache_read_input_tokens", "cache_creation_input_tokens", "cache_write_input_tokens")),
-    "output": ("candidates_token_count", ("thoughts_token_count",)),
+    "input_tokens": ("cache_read_input_tokens", "cache_creation_input_tokens", "cache_write_input_tokens"),
+    "input_token_count": ("cache_read_input_token_count", "cache_write_input_token_count"),
+    "candidates_token_count": ("thoughts_token_count",),
 }
-"""Counts by role, and those beside them that they do not include, as the APIs of Anthropic and Gemini define them."""
+"""Counts, and those beside them that they do not include, as the APIs of Anthropic, Bedrock and Gemini define them."""
 
 
 @dataclass(frozen=True)
@@ -233,18 +234,22 @@ def recognise(names: Sequence[str], asked: Mapping[str, str]) -> Columns:
                 also_named += matches[1:] if role in ("input", "output", "time", "session") else []
         if role in _TIMES and role in chosen and (unit := _UNIT.search(plain_name(chosen[role]))):
             units[role] = _UNITS.get(unit[1], unit[1])
-    parts = {role: _parts_of(role, chosen[role], names) for role in _PARTS if role in chosen and role not in asked}
+    counts: list[str] = [role for role in ("input", "output") if role in chosen and role not in asked]
+    parts = {role: _parts_of(chosen[role], names) for role in counts}
     added = {role: columns for role, columns in parts.items() if columns}
     return Columns(chosen, units, tuple(also_named), added)
 
 
-def _parts_of(role: str, column: str, names: Sequence[str]) -> tuple[str, ...]:
+def _parts_of(column: str, names: Sequence[str]) -> tuple[str, ...]:
     """The columns beside ``column`` whose tokens it does not include."""
     outer, _, last = column.rpartition(".")
-    whole, parts = _PARTS[role]
-    if plain_name(last) != whole:
-        return ()
-    beside = {plain_name(inner): name for name in names for where, _, inner in [name.rpartition(".")] if where == outer}
+    parts = _PARTS.get(plain_name(last), ())
+    beside = {
+        plain_name(inner): name
+        for name in names
+        for where, _, inner in [name.rpartition(".")]
+        if parts and where == outer
+    }
     return tuple(beside[part] for part in parts if part in beside)
 
 

@@ -33,6 +33,7 @@ BAD = [
     ('timestamp,input_tokens,output_tokens,n\n0.1,1,1,a\n0.2,1,1,"b\n0.3,1,1,c\n', 2, "a quote is not closed"),
     ("\n\n" + HEADER + "0.1,1,1\n0.2,1,x\n", 5, "expected a number of tokens in output_tokens, found 'x'$"),
     (HEADER + "0.1,1,5.5\n", 2, "found '5.5'$"),
+    ("timestamp,prompt,response\n0.5,100,10\n1.75,90,12\n", 1, "no column with prompt tokens among .*prompt"),
     (HEADER + "0.1,1,1\n0.2,1,2000000000\n", 3, "expected 0 to 16,777,216 tokens in output_tokens"),
     (HEADER + "2026-03-02T09:00:00Z,1,1\n1970-01-01T00:00:00Z,1,1\n", None, "56 years, from line 3 to line 2"),
     (HEADER, None, "only a header"),
@@ -241,6 +242,11 @@ ODD_CELLS = {
         "timestamp,session,latency,input_tokens,output_tokens\n0.5,a,250,7,1\n3.25,a,300,9,1\n",
         {"session": [0, 0]},
         "latency are not used, since its name has no unit",
+    ),
+    "a cache beside the prompt (Bedrock's log)": (
+        "timestamp,inputTokenCount,outputTokenCount,cacheReadInputTokenCount\n0.5,7,1,90\n1.75,7,1,0\n",
+        {"input_tokens": [97, 7]},
+        "prompts have inputTokenCount + cacheReadInputTokenCount tokens",
     ),
     "a cache beside the prompt (Bedrock)": (
         "timestamp,inputTokens,outputTokens,cacheReadInputTokens,cacheWriteInputTokens\n0.5,7,1,90,3\n1.75,7,1,,\n",
