@@ -416,7 +416,7 @@ class ServerQueries:
     def _key_remedy(self) -> str:
         if self._key is None:
             return f"set {KEY_VARIABLES[0]} (or {KEY_VARIABLES[1]}) to a key that the server accepts"
-        named = next(name for name in KEY_VARIABLES if self._environ.get(name))
+        named = next(name for name in KEY_VARIABLES if self._environ.get(name, "").strip())
         return f"the server does not accept the key in {named}"
 
     async def _cause(self) -> str | None:

@@ -113,7 +113,8 @@ def is_run_file(name: str) -> bool:
     if not (name.endswith(".toml") and path.is_file()):
         return False
     keys = read_toml(path).keys()
-    return "workload" in keys or not keys & (set(WorkloadSpec.__struct_fields__) - set(RUN_FILE.__struct_fields__))
+    described = {"classes", *WorkloadSpec.__struct_fields__} - set(RUN_FILE.__struct_fields__)
+    return "workload" in keys or not keys & described
 
 
 def read_run_file(path: Path, table: Any = RUN_FILE) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def test_an_answer_begins_in_the_message_that_ends_the_thinking() -> None:
     assert (answer.first_answer_ns, answer.thinking_messages, answer.letters, answer.text) == (2, 2, 7, "yes!")
 
 
-def test_a_token_without_text_in_a_message_that_repeats_the_role_has_its_time() -> None:
+def test_a_token_without_text_beside_a_repeated_role_has_its_time() -> None:
     answer = StreamedResponse(DIALECTS["chat"], keep_text=False)
     for now, text in enumerate(["", "a", "", "b"], start=1):
         answer.feed(b'data: {"choices":[{"delta":{"role":"assistant","content":"%b"}}]}\n\n' % text.encode(), now)
