@@ -195,7 +195,7 @@ def _named(key: str) -> str:
 
 def _text_part(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     """The decoder of a model of text and images, with what its config.json says of the whole."""
-    part = next((raw[key] for key in TEXT_PARTS if isinstance(raw.get(key), dict)), None)
+    part = next((raw[key] for key in TEXT_PARTS if isinstance(raw.get(key), dict) and raw[key]), None)
     thinker = raw.get("thinker_config")
     if part is None and isinstance(thinker, dict):
         return _text_part(path, thinker)
@@ -471,7 +471,9 @@ def _with_mlps(
         v.number("experts"),
         v.number("expert_width", default=0),
     )
-    inner = inner or v.number("intermediate_size")
+    inner, chosen = inner or v.number("intermediate_size"), v.number("experts_per_token")
+    if chosen > experts:
+        raise InputFileError(v.path, f"chooses {chosen} experts per token of only {experts}")
     return replace(
         model,
         intermediate=v.number("intermediate_size", default=0),
@@ -479,7 +481,7 @@ def _with_mlps(
         dense_intermediate=width,
         bare_layers=bare,
         experts=experts,
-        experts_per_token=v.number("experts_per_token"),
+        experts_per_token=chosen,
         expert_intermediate=inner,
         expert_hidden=latent,
         shared_intermediate=_shared(v, family, inner),
