@@ -430,18 +430,30 @@ def _encoders(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [part for part in map(raw.get, _ENCODER_PARTS) if isinstance(part, dict) and part]
 
 
+_GATED_ENCODERS = ("pixtral", "gemma4_vision")
+"""Encoders with a gate, whatever their activation is called."""
+
+
 def _encoder_bytes(raw: Mapping[str, Any]) -> int:
-    """About the bytes of the weights that read images and sound: four square projections and an MLP per layer."""
-    total = 0
-    for part in _encoders(raw):
-        sizes = {
-            name: next((part[key_given] for key_given in keys if isinstance(part.get(key_given), int)), 0)
-            for name, keys in NAMES.encoders.items()
-        }
-        hidden = sizes["hidden"]
-        gated = any(word in str(part.get("hidden_act")) for word in ("silu", "swi"))
-        total += 2 * sizes["layers"] * hidden * (4 * hidden + (3 if gated else 2) * (sizes["inner"] or 4 * hidden))
-    return total
+    """About the bytes of the weights that read images and sound."""
+    return 2 * sum(map(_encoder_params, _encoders(raw)))
+
+
+def _encoder_params(part: Mapping[str, Any]) -> int:
+    """Four square projections and an MLP per layer, and what merges a square of patches, once more for every layer in
+    ``deepstack_visual_indexes``. GLM-4V's stated inner width is that of its merger."""
+    sizes = {
+        name: next((part[key] for key in keys if isinstance(part.get(key), int)), 0)
+        for name, keys in NAMES.encoders.items()
+    }
+    hidden, out, kind = sizes["hidden"], sizes["out"], str(part.get("model_type"))
+    inner, merged = sizes["inner"] or 4 * hidden, sizes["side"] ** 2 * hidden
+    tapped = part.get("deepstack_visual_indexes")
+    merging = merged * (merged + out) * (1 + (len(tapped) if isinstance(tapped, list) else 0)) if out else 0
+    if kind.startswith("glm4v") and out:
+        merging, inner = merged * out + out * (out + 3 * inner), out
+    gated = any(word in str(part.get("hidden_act")) for word in ("silu", "swi")) or kind in _GATED_ENCODERS
+    return int(sizes["layers"] * hidden * (4 * hidden + (3 if gated else 2) * inner) + merging)
 
 
 def _with_types(model: ModelGeometry, types: CheckpointTypes, encoder_bytes: int) -> ModelGeometry:

@@ -313,6 +313,25 @@ def test_the_decoder_within_a_model_of_images_is_read(tmp_path: Path, key: str, 
     assert "the time of its encoder is left out, its weights are estimated" in model.note
 
 
+BY_MERGING = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "spatial_merge_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("encoder", "millions"),
+    [
+        ({**BY_MERGING, "model_type": "gemma4_vision", "out_hidden_size": None}, 569.5),
+        ({"model_type": "qwen3_vl_vision", **BY_MERGING, "out_hidden_size": 3584,
+          "deepstack_visual_indexes": [8, 16, 24]}, 566.9),
+        ({"model_type": "glm4v_vision", "depth": 24, "hidden_size": 1536, "intermediate_size": 13696,
+          "out_hidden_size": 4096, "spatial_merge_size": 2, "hidden_act": "silu"}, 892.5),
+    ],
+)  # fmt: skip
+def test_encoders_weigh_about_what_their_classes_do(tmp_path: Path, encoder: dict[str, Any], millions: float) -> None:
+    """Parameters of the classes of transformers, on the meta device."""
+    model = read(tmp_path, {"model_type": "any_vl", "text_config": LLAMA, "vision_config": encoder})
+    assert model.encoder_bytes / 2e6 == pytest.approx(millions, rel=0.05)
+
+
 FLAT: dict[str, dict[str, Any]] = {
     "minicpmv": {"query_num": 64, "slice_config": {"max_slice_nums": 9}, "use_sliding_window": False,
                  "max_window_layers": 28, "sliding_window": 32768},
