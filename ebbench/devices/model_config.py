@@ -486,6 +486,8 @@ def _with_mlps(
     inner, chosen = inner or v.number("intermediate_size"), v.number("experts_per_token")
     if chosen > experts:
         raise InputFileError(v.path, f"chooses {chosen} experts per token of only {experts}")
+    if identities := v.number("zero_expert_num", default=0):
+        chosen = max(round(chosen * experts / (experts + identities)), 1)
     return replace(
         model,
         intermediate=v.number("intermediate_size", default=0),
@@ -511,9 +513,10 @@ def _dense_width(v: ConfigValues, family: Family, plan: Sequence[_Layer]) -> int
 
 def _shared(v: ConfigValues, family: Family, inner: int) -> int:
     """Width of what every token passes beside its experts."""
+    count = v.number("shared_experts", default=0)
     if family.shared_width:
-        return v.number(*family.shared_width)
-    count, width = v.number("shared_experts", default=0), v.number("shared_width", default=0)
+        return max(count, 1) * v.number(*family.shared_width)
+    width = v.number("shared_width", default=0)
     return max(count, 1) * width if width else count * inner
 
 
