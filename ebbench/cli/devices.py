@@ -10,13 +10,13 @@ import typer
 
 from ebbench.config.declare import DEFAULT_MODEL
 from ebbench.config.options import completing
-from ebbench.process.command_line import Command
+from ebbench.process.command_line import Command, Group
 from ebbench.spec.commands import Tp, setting
 
 if TYPE_CHECKING:
     from ebbench.devices.describe import DeviceFacts
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Devices: GPUs, models and step times.")
+app = typer.Typer(cls=Group, no_args_is_help=True, add_completion=False, help="Devices: GPUs, models and step times.")
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 

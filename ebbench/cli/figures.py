@@ -9,6 +9,7 @@ import typer
 
 from ebbench.config.declare import OUTPUT
 from ebbench.config.options import OptionsOf, grouped, refuse_unused, under
+from ebbench.errors import UsageError
 from ebbench.papers.options import DEFAULT_FOLDER, MakeMissing, PaperOptions, Quiet, Stored, Workers
 
 _CHOICES = ("devices", "models", "workloads", "num_prompts", "seeds", "outputs", "source")
@@ -37,7 +38,7 @@ def figures(
     """Draw a published figure with our results, or the timeline of a run: mode, k*, N*, crossover, queue, KV."""
     from ebbench.papers.registry import FIGURES_OF_RUNS, charts_of_runs, find_figure, listed_figures
     from ebbench.papers.table import drawn
-    from ebbench.render.figures import formats_of, save
+    from ebbench.render.figures import FORMATS, formats_of, save
     from ebbench.runs.store import RunStore
 
     if name == "list":
@@ -46,6 +47,8 @@ def figures(
             typer.echo(f"{known:10} {title}")
         return
     chosen = formats_of(formats)
+    if output_dir.suffix.removeprefix(".") in FORMATS:
+        raise UsageError(f"--output-dir {output_dir} is a directory, for several files; --format says of which kind")
     if name in FIGURES_OF_RUNS:
         refuse_unused(context, ("run", *_CHOICES), (), f"`ebbench figures {name}`")
         for stem, chart in charts_of_runs(name, paths or []):

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from ebbench.config.options import completing
-from ebbench.process.command_line import Command
+from ebbench.process.command_line import Command, Group
 from vllm_eb.policy import descriptions, example, parse_policy, settings_in_effect, settings_of
 from vllm_eb.settings import text_of
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Scheduling policies and their settings.")
+app = typer.Typer(cls=Group, no_args_is_help=True, add_completion=False, help="Scheduling policies and their settings.")
 
 
 @app.command("list", cls=Command)

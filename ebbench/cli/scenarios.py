@@ -8,10 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from ebbench.config.options import completing
-from ebbench.process.command_line import Command
+from ebbench.process.command_line import Command, Group
 from ebbench.spec.commands import setting
 
 app = typer.Typer(
+    cls=Group,
     no_args_is_help=True,
     add_completion=False,
     help="Traffic patterns: when requests arrive. Bundled ones and your own TOML files.",

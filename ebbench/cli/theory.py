@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from ebbench.process.command_line import Command
+from ebbench.process.command_line import Command, Group
 
 app = typer.Typer(
+    cls=Group,
     name="theory",
     help="Evaluate the papers' formulas: threshold, memory-safe batch, EB/MB crossover, deferred prefill.",
     no_args_is_help=True,

@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from ebbench.config.options import completing
-from ebbench.process.command_line import Command
+from ebbench.process.command_line import Command, Group
 from ebbench.spec.commands import setting
 
 app = typer.Typer(
+    cls=Group,
     no_args_is_help=True,
     add_completion=False,
     help="Workloads: which requests are sent. Bundled ones, traces and your own TOML files.",

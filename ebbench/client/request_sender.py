@@ -193,6 +193,8 @@ class HttpExchange:
             parser.feed_data(data)
             if self._overhead_bytes > _OVERHEAD_BYTES:
                 self._refuse(f"more than {_OVERHEAD_BYTES >> 10} kB of headers or framing")
+        except httptools.HttpParserUpgrade:
+            self._refuse("the server switched protocols unasked")
         except httptools.HttpParserError as error:
             self._refuse(repr(error.__context__ or error))  # the exception raised in a callback, if there was one
 

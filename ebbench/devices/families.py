@@ -299,6 +299,11 @@ def _gemma4_full(v: ConfigValues, layers: int) -> Any:
     return rule(wide, layers)
 
 
+def _kimi_latent(v: ConfigValues, layers: int) -> Any:
+    """Kimi Linear, and Kimi K3 with an output gate."""
+    return (gated_latent if v.flag("mla_use_output_gate") else latent)(v, layers)
+
+
 def _falcon(v: ConfigValues, layers: int) -> Any:
     """Falcon: one KV head, unless the config is of the new kind, which says how many."""
     shared = v.flag("multi_query", default=True) and not v.flag("new_decoder_architecture")
@@ -401,7 +406,7 @@ FAMILIES: Mapping[str, Family] = {
                      defaults=_FIRST_DENSE),
     "mixtral": replace(MIXTURE, modules=_BLOCK_SPARSE_MOE),
     "minimax_m2": replace(MIXTURE, modules=_BLOCK_SPARSE_MOE, qk_norm=True, joint_norms=True, wide_router=True),
-    **dict.fromkeys(("phimoe", "granitemoe", "granitemoeshared", "olmoe", "flex_olmo", "deepseek",
+    **dict.fromkeys(("dbrx", "phimoe", "granitemoe", "granitemoeshared", "olmoe", "flex_olmo", "deepseek",
                      "solar_open", "aria_text"), MIXTURE),
     **dict.fromkeys(("glm4_moe", "glm4v_moe_text"), replace(MIXTURE, wide_router=True)),
     "dots1": replace(MIXTURE, pattern=_after_layers),
@@ -468,8 +473,9 @@ FAMILIES: Mapping[str, Family] = {
                     understood=("mamba_inner_layernorms",)),
     "lfm2": LFM2,
     "lfm2_moe": replace(LFM2, experts=True, width=None, defaults={}),
-    "kimi_linear": Family(layers={FULL: (latent,), LINEAR: (kimi_delta,)}, experts=True, pattern=_kimi,
-                          defaults=_FIRST_DENSE),
+    "kimi_linear": Family(layers={FULL: (_kimi_latent,), LINEAR: (kimi_delta,)}, experts=True, pattern=_kimi,
+                          modules=ModuleNames(state="self_attn", experts="block_sparse_moe.experts"),
+                          understood=("attn_res_block_size",), defaults=_FIRST_DENSE),
     "recurrent_gemma": Family(
         layers={FULL: (softmax("window"),), LINEAR: (gated_recurrence,)}, pattern=_repeated("block_types"), tied=True,
         width=_half, understood=("_block_types",),

@@ -109,6 +109,12 @@ class ConfigValues:
             raise InputFileError(self.path, f"{keys[0]} is missing; a decoder's config.json has it")
         return default
 
+    def shared(self, key: str, size: int, parts: int) -> int:
+        """The part of a size that is divided evenly. Raises InputFileError for one that is not."""
+        if size % parts:
+            raise InputFileError(self.path, f"{key} {size:,} cannot be divided by {parts:,} heads")
+        return size // parts
+
     def flag(self, key: str, *, default: bool = False) -> bool:
         """A truth value."""
         value = self.get(key)
@@ -198,7 +204,7 @@ def heads_of(v: ConfigValues) -> int:
 def head_dim_of(v: ConfigValues, *keys: str) -> int:
     """Width of a head: stated, or the hidden size divided among the heads."""
     stated = v.number(*keys, "head_dim", default=0)
-    return stated or v.number("hidden_size") // heads_of(v)
+    return stated or v.shared("hidden_size", v.number("hidden_size"), heads_of(v))
 
 
 def softmax(
@@ -220,6 +226,7 @@ def softmax(
     def rule(v: ConfigValues, layers: int) -> Mixer:
         count = v.number(heads, "num_attention_heads")
         keys = v.number(kv_heads, "num_key_value_heads", default=count)
+        v.shared(heads, count, keys)
         width = head_dim_of(v, key_dim)
         values = v.number(value_dim, "v_head_dim", default=width) if value_dim else width
         columns = {"": 0, "element": count * values, "head": count}[gate]
@@ -390,7 +397,7 @@ def delta(v: ConfigValues, layers: int) -> Mixer:
 
 
 def kimi_delta(v: ConfigValues, layers: int) -> Mixer:
-    """Kimi Delta Attention: as :func:`delta`, with gates of low rank."""
+    """Kimi Delta Attention: as :func:`delta`, with gates of low rank; the output's may be whole (Kimi K3)."""
     hidden, heads = v.number("hidden_size"), v.number("linear_num_heads", "num_heads")
     width, kernel = (
         v.number("linear_head_dim", "head_dim"),
@@ -398,6 +405,7 @@ def kimi_delta(v: ConfigValues, layers: int) -> Mixer:
     )
     inner = heads * width
     v.understood(("gate_lower_bound", "linear_lower_bound"))
+    whole = v.flag("use_full_rank_gate")
     return Mixer(
         "state",
         layers,
@@ -405,9 +413,9 @@ def kimi_delta(v: ConfigValues, layers: int) -> Mixer:
         state_bytes=(kernel - 1) * 3 * inner * 2 + heads * width * width * 4,
         draft_bytes=3 * inner * 2,
         products=(
-            Product(3 * inner + heads, hidden),
-            Product(2 * width, hidden, WHOLE),
-            Product(2 * inner, width),
+            Product((3 + whole) * inner + heads, hidden),
+            Product((2 - whole) * width, hidden, WHOLE),
+            Product((2 - whole) * inner, width),
             Product(hidden, inner, BY_ROWS),
         ),
         others=3 * inner * kernel,

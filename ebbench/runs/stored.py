@@ -27,7 +27,7 @@ from ebbench.records import files
 from ebbench.records.manifest import RunLabels, encode_manifest
 from ebbench.records.run import MANIFEST, PARTIAL, SEARCH, Run, TableName, is_being_written
 from ebbench.records.schema import DECISIONS, STEPS, with_columns
-from ebbench.records.warnings import warning
+from ebbench.records.warnings import counted, warning
 from vllm_eb.settings import name_hint
 
 Kind = Literal["run", "search", "unfinished"]
@@ -67,7 +67,7 @@ class StoredRun(_Brief, frozen=True, kw_only=True):
     def state(self) -> str:
         """What it is besides a valid run; empty for one."""
         if self.kind == "search":
-            return f"search, {self.probes} probes"
+            return f"search, {counted(self.probes, 'probe')}"
         if self.kind == "unfinished":
             return "running" if in_use(self.path) else "unfinished"
         return "interrupted" if self.interrupted else "" if self.valid else "INVALID"

@@ -336,11 +336,18 @@ def _weka_requests(requests: list[Any]) -> Iterator[tuple[tuple[Any, ...], Mappi
 
 class _Span(NamedTuple):
     line: int
+    id: Any
+    parent: Any
     trace: Any
     start: Any
     end: Any
     attributes: Mapping[str, Any]
     failed: bool
+
+    @property
+    def key(self) -> str:
+        """What tells the span from others: its id is unique in its trace."""
+        return f"{self.trace}/{self.id}"
 
 
 _INPUT = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm.token_count.prompt")
@@ -381,7 +388,24 @@ def _otel(log: LogFile, options: ReadOptions) -> Reading:
     return Reading(_otel_rows(log), numbers_are="ns" if "resourceSpans" in log.sample[0].value else None)
 
 
+def _sums(log: LogFile) -> set[str]:
+    """Spans with token counts of which others, within them, have their own: an agent's run, a proxy's request."""
+    parents: dict[str, str] = {}
+    counted: set[str] = set()
+    for span in (span for record in log.records() for span in _spans(log, record)):
+        if span.parent and span.parent != span.id:
+            parents[span.key] = f"{span.trace}/{span.parent}"
+        if _first(span.attributes, _INPUT) is not None:
+            counted.add(span.key)
+    outer: set[str] = set()
+    for key in counted:
+        while (key := parents.get(key, "")) and key not in outer:
+            outer.add(key)
+    return outer & counted
+
+
 def _otel_rows(log: LogFile) -> Rows:
+    sums = _sums(log)
     for record in log.records():
         for span in _spans(log, record):
             attributes = span.attributes
@@ -389,6 +413,9 @@ def _otel_rows(log: LogFile) -> Rows:
             inputs, outputs = (_first(attributes, names) for names in (_INPUT, _OUTPUT))
             if str(operation).lower() in _OTHER_WORK or (operation is None and inputs is None):
                 continue  # a tool, an agent or a span of another kind is no request
+            if inputs is not None and span.key in sums:
+                yield Dropped(span.line, "the sum of others within it")
+                continue
             cached = _first(attributes, _CACHED)
             read = partial(read_tokens, log, record, "a span's token counts")
             inputs, outputs, cached = read(inputs), read(outputs), read(cached)
@@ -460,6 +487,8 @@ def _spans(log: LogFile, record: LogRecord) -> Iterator[_Span]:
         known = {_OPERATION[1]: kind} if kind == "LLM" or str(kind).lower() in _OTHER_WORK else {}
         yield _Span(
             record.line,
+            _first(span, ("spanId", "span_id")) or value_at("context.span_id")(span),
+            _first(span, ("parentSpanId", "parent_span_id", "parent_id", "parentId")),
             _first(span, ("trace_id", "traceId")) or value_at("context.trace_id")(span) or outer,
             _first(span, ("startTimeUnixNano", "start_time_unix_nano", "start_time", "startTime")),
             _first(span, ("endTimeUnixNano", "end_time_unix_nano", "end_time", "endTime")),

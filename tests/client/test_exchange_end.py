@@ -11,7 +11,7 @@ import pytest
 
 from ebbench.client.request_sender import ConnectionPool, HttpExchange
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, parse_fault
-from ebbench.network.connections import RequestHead
+from ebbench.network.connections import ProtocolError, RequestHead
 from tests.client.client_runs import column, plan_of, run
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
@@ -104,6 +104,15 @@ def test_exchanges_of_failed_requests_are_freed(fault: str) -> None:
         result = run(server.url, plan_of(20), metrics_interval_s=None)
     assert column(result, "status") == ["failed"] * 20
     assert live_exchanges() <= 2
+
+
+def test_a_server_that_switches_protocols_is_named() -> None:
+    async def play(pool: ConnectionPool) -> None:
+        with pytest.raises(ProtocolError, match="switched protocols unasked"):
+            await request(pool)
+
+    answer = b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n"
+    assert with_pool(answer, play) == 1
 
 
 @pytest.mark.parametrize("second", [WHOLE, b"HTTP/1.1 100 Continue\r\n\r\n", b"stray bytes"])

@@ -140,6 +140,21 @@ def test_an_index_over_pools_of_tokens_keeps_one_key_for_each(tmp_path: Path) ->
     assert "several streams" in model.note
 
 
+def test_gates_may_have_as_many_rows_as_the_hidden_size(tmp_path: Path) -> None:
+    """As in Kimi-K3: a whole gate in linear layers, one behind the latents, experts that see half of the width."""
+    linear = {"full_attn_layers": [4, 8], "kda_layers": [1, 2, 3, 5, 6, 7], "head_dim": 64, "num_heads": 16,
+              "short_conv_kernel_size": 4, "gate_lower_bound": -5.0}  # fmt: skip
+    kimi = {**LLAMA, **LATENT, "model_type": "kimi_linear", "num_experts": 8, "num_experts_per_token": 2,
+            "moe_intermediate_size": 512, "num_shared_experts": 1, "linear_attn_config": linear}  # fmt: skip
+    before = read(tmp_path, kimi)
+    whole = read(tmp_path, kimi, linear_attn_config={**linear, "use_full_rank_gate": True})
+    assert whole.params - before.params == 6 * (1024 * 1024 - 64 * (1024 + 1024))
+    assert read(tmp_path, kimi, mla_use_output_gate=True).params - before.params == 2 * 1024 * 16 * 128
+    narrow = read(tmp_path, kimi, routed_expert_hidden_size=512, attn_res_block_size=4)
+    assert (before.expert_params, narrow.expert_params) == (3 * 1024 * 512, 3 * 512 * 512)
+    assert narrow.kv_bytes_per_token == 2 * 576 * 2
+
+
 def test_mistrals_own_files_of_a_mixture_with_latents_are_read(tmp_path: Path) -> None:
     """As Mistral Large 3: 673 billion parameters beside its encoder, 40 of them active."""
     params = {
@@ -298,6 +313,25 @@ def test_the_decoder_within_a_model_of_images_is_read(tmp_path: Path, key: str, 
     assert "the time of its encoder is left out, its weights are estimated" in model.note
 
 
+BY_MERGING = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "spatial_merge_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("encoder", "millions"),
+    [
+        ({**BY_MERGING, "model_type": "gemma4_vision", "out_hidden_size": None}, 569.5),
+        ({"model_type": "qwen3_vl_vision", **BY_MERGING, "out_hidden_size": 3584,
+          "deepstack_visual_indexes": [8, 16, 24]}, 566.9),
+        ({"model_type": "glm4v_vision", "depth": 24, "hidden_size": 1536, "intermediate_size": 13696,
+          "out_hidden_size": 4096, "spatial_merge_size": 2, "hidden_act": "silu"}, 892.5),
+    ],
+)  # fmt: skip
+def test_encoders_weigh_about_what_their_classes_do(tmp_path: Path, encoder: dict[str, Any], millions: float) -> None:
+    """Parameters of the classes of transformers, on the meta device."""
+    model = read(tmp_path, {"model_type": "any_vl", "text_config": LLAMA, "vision_config": encoder})
+    assert model.encoder_bytes / 2e6 == pytest.approx(millions, rel=0.05)
+
+
 FLAT: dict[str, dict[str, Any]] = {
     "minicpmv": {"query_num": 64, "slice_config": {"max_slice_nums": 9}, "use_sliding_window": False,
                  "max_window_layers": 28, "sliding_window": 32768},
@@ -324,6 +358,7 @@ def test_the_decoder_within_says_what_differs_from_its_class(tmp_path: Path) -> 
     within = {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096}
     model = read(tmp_path, {"model_type": "llava", "text_config": within})
     assert (round(model.params / 1e9, 2), model.kv_bytes_per_token, model.positions) == (6.74, 524_288, 4096)
+    assert read(tmp_path, LLAMA, text_config={}).layers == 8
     mistral = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
     assert read(tmp_path, mistral, model_type="mistral").kv_heads == 8
     assert read(tmp_path, mistral, model_type="mistral", num_key_value_heads=None).kv_heads == 16
@@ -425,6 +460,10 @@ def test_patterns_that_could_take_long_are_refused(tmp_path: Path, listed: list[
         {"rope_scaling": {"rope_type": "yarn", "factor": -1}},
         {"vision_config": {"depth": -5, "hidden_size": 1024}},
         {"v_head_dim": 2**70},
+        {"num_attention_heads": 12},
+        {"num_key_value_heads": 5},
+        {"num_key_value_heads": 64},
+        {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 8},
         {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8",
                                  "kv_cache_scheme": {"type": "float", "num_bits": 4}}},
     ],

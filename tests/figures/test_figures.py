@@ -290,6 +290,9 @@ def test_the_command_draws_and_says_what_is_missing(run: Run, tmp_path: Path) ->
     assert missing.exit_code == 3
     assert "30 of 30 runs of figure3 are not stored" in missing.output
     assert invoke("figures", "timeline").exit_code == 2
+    named = invoke("figures", "timeline", str(run.path), "-o", str(tmp_path / "mine.svg"))
+    assert named.exit_code == 2, "a folder of that name was made"
+    assert not (tmp_path / "mine.svg").exists()
     assert "timeline" in invoke("figures").output
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as replace_struct
 
 from ebbench.errors import DataError, UsageError
 from ebbench.records.run import MANIFEST, PARTIAL, Run, RunWriter, find_runs
@@ -284,6 +285,12 @@ def test_a_search_keeps_of_its_probes_what_it_reads(search: Path) -> None:
     )  # fmt: skip
     assert again.exit_code == 0, again.output
     assert json.loads(again.stdout)[0]["capacity_requests_per_s"] == row["capacity_requests_per_s"]
+
+
+def test_a_search_of_one_probe_has_one_probe(search: Path) -> None:
+    [run] = listed([search]).runs
+    assert replace_struct(run, probes=1).state == "search, 1 probe"
+    assert replace_struct(run, probes=2).state == "search, 2 probes"
 
 
 def test_pruning_probes_leaves_every_run_and_takes_no_other_choice(search: Path, tmp_path: Path) -> None:

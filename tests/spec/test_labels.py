@@ -60,7 +60,9 @@ def test_what_is_given_counts_before_the_job() -> None:
     assert Labels(commit="mine").in_job(environ) == Labels(commit="mine", label="dev")
 
 
-@pytest.mark.parametrize("labels", [{"name": " "}, {"tags": ("",)}, {"note": "two\nlines"}, {"name": "x" * 300}])
+@pytest.mark.parametrize(
+    "labels", [{"name": " "}, {"tags": ("",)}, {"note": "two\nlines"}, {"name": "x" * 300}, {"name": ".."}]
+)
 def test_a_label_is_one_line_of_text(labels: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="--"):
         make_spec({"workload": "balanced", **labels})

@@ -46,7 +46,10 @@ def class_of(kind: str) -> Any:
         return None
     if kind in OF_VLLM:
         return _CONFIG_REGISTRY[kind]
-    return CONFIG_MAPPING.get(kind, None)
+    try:
+        return CONFIG_MAPPING[kind]  # whose get() finds no class that was not loaded yet
+    except KeyError:
+        return None
 
 
 def full(cls: Any, **given: Any) -> dict[str, Any]:

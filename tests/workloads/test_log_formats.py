@@ -349,3 +349,21 @@ def test_a_span_without_a_start_is_left_out(logs: Path, tmp_path: Path) -> None:
     whole, part = (read_trace(of).timed() for of in (logs / "otlp.json", path))
     assert len(part) == len(whole) - 1
     assert part.facts["rows_dropped"] == {"never sent": 1}
+
+
+def test_a_span_that_sums_up_those_within_it_is_no_request(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    spans = [("c", "b", 100, "chat"), ("b", "a", None, None), ("d", "a", 200, "chat"), ("a", "", 300, None)]
+    path.write_text(
+        "".join(
+            json.dumps({
+                "trace_id": trace, "span_id": own, "parent_span_id": outer, "start_time": f"2026-03-01T10:00:0{at}Z",
+                "attributes": {"gen_ai.operation.name": operation, "gen_ai.usage.input_tokens": tokens,
+                               "gen_ai.usage.output_tokens": tokens and 9},
+            }) + "\n"
+            for trace in ("t1", "t2") for at, (own, outer, tokens, operation) in enumerate(spans)
+        )
+    )  # fmt: skip
+    trace = read_trace(path)
+    assert list(trace.collected.input_tokens) == [100, 200] * 2
+    assert trace.collected.dropped == {"the sum of others within it": (2, 4)}
