@@ -73,7 +73,7 @@ class Traffic:
 
 
 def seeds(first: int, end: int) -> list[Any]:
-    """Seeds of random cases from ``first`` to before ``end``; half of them, odd and even ones, for `make nightly` only."""
+    """Seeds of random cases from ``first`` to before ``end``; half of them, odd and even, for `make nightly` only."""
     return [seed if seed % 4 in (0, 3) else pytest.param(seed, marks=pytest.mark.nightly) for seed in range(first, end)]
 
 
