@@ -406,7 +406,7 @@ FAMILIES: Mapping[str, Family] = {
                      defaults=_FIRST_DENSE),
     "mixtral": replace(MIXTURE, modules=_BLOCK_SPARSE_MOE),
     "minimax_m2": replace(MIXTURE, modules=_BLOCK_SPARSE_MOE, qk_norm=True, joint_norms=True, wide_router=True),
-    **dict.fromkeys(("phimoe", "granitemoe", "granitemoeshared", "olmoe", "flex_olmo", "deepseek",
+    **dict.fromkeys(("dbrx", "phimoe", "granitemoe", "granitemoeshared", "olmoe", "flex_olmo", "deepseek",
                      "solar_open", "aria_text"), MIXTURE),
     **dict.fromkeys(("glm4_moe", "glm4v_moe_text"), replace(MIXTURE, wide_router=True)),
     "dots1": replace(MIXTURE, pattern=_after_layers),

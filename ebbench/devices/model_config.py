@@ -137,7 +137,7 @@ _ENCODER_PARTS = ("vision_config", "audio_config", "vit_config", "encoder_config
 _OF_ALL = (
     "quantization_config", "compression_config", _TIED, *_ENCODER_PARTS, "_name_or_path", "torch_dtype", "dtype",
 )  # fmt: skip
-_NESTED = ("sparse_attention_config", "linear_attn_config", "moe_config")
+_NESTED = ("sparse_attention_config", "linear_attn_config", "moe_config", "attn_config", "ffn_config")
 """Objects within a config.json whose values count as the model's own."""
 _LISTS_OF_KINDS = NAMES.superseded["kinds"].lists
 _VALUE_NAMES = {name: value for value, names in NAMES.values.items() for name in names}
@@ -517,18 +517,16 @@ def _shared(v: ConfigValues, family: Family, inner: int) -> int:
     return max(count, 1) * width if width else count * inner
 
 
+_LENGTHS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_target_positions",
+    "max_sequence_length", "max_seq_length", "seq_len",
+)  # fmt: skip
+"""Keys that say the longest sequence; vLLM takes the shortest of those that are given."""
+
+
 def positions_of_values(v: ConfigValues) -> int:
     """:func:`max_positions` for values that are already read."""
-    keys = (
-        "max_position_embeddings",
-        "rope_scaling",
-        "rope_parameters",
-        "model_type",
-        "model_max_length",
-        "n_positions",
-        "seq_length",
-    )
-    return max_positions({key: v.get(key) for key in keys})
+    return max_positions({key: v.get(key) for key in (*_LENGTHS, "rope_scaling", "rope_parameters", "model_type")})
 
 
 def max_positions(raw: Mapping[str, Any]) -> int:
@@ -537,9 +535,10 @@ def max_positions(raw: Mapping[str, Any]) -> int:
     A scaling of rotary embeddings stretches the positions, unless those stated are stretched already (Gemma 3, and the
     kinds in ``_STATED_STRETCHED``).
     """
-    stated, scaling = raw.get("max_position_embeddings"), raw.get("rope_scaling") or raw.get("rope_parameters")
-    if not isinstance(stated, int):
-        return 0
+    lengths: list[int] = [raw[key] for key in _LENGTHS if isinstance(raw.get(key), int) and raw[key] > 0]
+    overriding = raw.get("model_max_length")  # Command R, whose max_position_embeddings are fewer
+    stated = int(overriding) if overriding in lengths else min(lengths, default=0)
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
     if not isinstance(scaling, Mapping) or "gemma3" in str(raw.get("model_type")):
         return stated
     kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")

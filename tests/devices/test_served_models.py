@@ -70,6 +70,11 @@ SERVED: dict[str, tuple[dict[str, Any], float, float, int]] = {
          "mamba_d_state": 16, "mamba_dt_rank": 256, "mamba_expand": 2, "num_attention_heads": 32, "num_experts": 16,
          "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "vocab_size": 65536},
         51.6, 12.1, 16_384),
+    "DBRX": (
+        {"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40, "vocab_size": 100352,
+         "max_seq_len": 32768,
+         "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500000},
+         "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}}, 131.6, 36.5, 163_840),
     "Falcon-7B": (
         {"model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71,
          "multi_query": True, "vocab_size": 65024}, 6.9, 6.9, 8_192),
