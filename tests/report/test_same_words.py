@@ -42,6 +42,12 @@ def test_a_page_and_a_terminal_round_a_capacity_alike() -> None:
     assert cells[1:3] == ["105", f"{load_number(98.7, True)} to {load_number(111.2, True)}"] == ["105", "99 to 111"]
 
 
+def test_a_page_also_has_the_sessions_that_a_terminal_shows() -> None:
+    row = {"policy": "v1", "capacity_requests_per_s": 5.885, "requests_per_session": 8.69, "refused": None}
+    [line, _] = page_data._lines([row | {"stopped": None}])
+    assert line == "v1: 0.677 sessions/s, 8.69 requests in each."
+
+
 def test_probes_of_a_search_are_not_compared_as_runs_on_one_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
