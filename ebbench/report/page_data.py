@@ -83,7 +83,12 @@ def _row(row: Mapping[str, Any], shown: Callable[[float], str]) -> tuple[Value, 
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    lines = [f"{row['policy']}: {end_sentence(row['refused'])}." for row in rows if row["refused"]]
+    lines = [
+        f"{row['policy']}: {load_number(rate / each, False)} sessions/s, {each:.3g} requests in each."
+        for row in rows
+        if (rate := row.get("capacity_requests_per_s")) and (each := row.get("requests_per_session", 1.0)) != 1.0
+    ]
+    lines += [f"{row['policy']}: {end_sentence(row['refused'])}." for row in rows if row["refused"]]
     lines += [f"{row['policy']}: stopped by {end_sentence(row['stopped'])}." for row in rows if row["stopped"]]
     return (
         *lines,

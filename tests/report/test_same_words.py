@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from ebbench.analysis.paired import compare
+from ebbench.records.run import Run
 from ebbench.report import comparison, page, page_data
 from ebbench.report.comparison import verdict_sentence
 from ebbench.sizing.sentences import load_number
@@ -40,19 +42,30 @@ def test_a_page_and_a_terminal_round_a_capacity_alike() -> None:
     assert cells[1:3] == ["105", f"{load_number(98.7, True)} to {load_number(111.2, True)}"] == ["105", "99 to 111"]
 
 
+def test_a_page_also_has_the_sessions_that_a_terminal_shows() -> None:
+    row = {"policy": "v1", "capacity_requests_per_s": 5.885, "requests_per_session": 8.69, "refused": None}
+    [line, _] = page_data._lines([row | {"stopped": None}])
+    assert line == "v1: 0.677 sessions/s, 8.69 requests in each."
+
+
 def test_probes_of_a_search_are_not_compared_as_runs_on_one_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A page of a search with two policies said that "the candidate has no run of 1 plan"."""
     output_of(*RUN, "-n", 8, "--max-concurrency", 4, "-p", "v1", "-p", "v0", "-o", tmp_path / "runs")
     nearest = [tmp_path / "runs" / policy for policy in ("v1", "v0")]
-    compared: list[list[str]] = []
-    monkeypatch.setattr(comparison, "paired_tables", lambda runs: compared.append([*runs]) or ([], []))
+    compared: list[int] = []
+
+    def paired(runs: Sequence[Run]) -> tuple[list[page_data.Table], list[str]]:
+        compared.append(len(runs))
+        return [], []
+
+    monkeypatch.setattr(comparison, "paired_tables", paired)
     monkeypatch.setattr(page, "write", lambda _, target: target.write_text(""))
     for probes, left in (([], 2), (nearest, 0)):
         monkeypatch.setattr(page_data, "shown_runs", lambda _, chosen=probes: chosen)
         output_of("report", tmp_path / "runs", "-o", tmp_path / "page.html")
-        assert len(compared.pop()) == left
+        assert compared.pop() == left
 
 
 def test_a_difference_too_small_to_matter_has_no_winner() -> None:
