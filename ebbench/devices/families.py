@@ -299,6 +299,11 @@ def _gemma4_full(v: ConfigValues, layers: int) -> Any:
     return rule(wide, layers)
 
 
+def _latent_if_any(v: ConfigValues, layers: int) -> Any:
+    """Ling: latents since 2.5."""
+    return (latent if v.has("kv_lora_rank") else softmax())(v, layers)
+
+
 def _two_latents(v: ConfigValues, layers: int) -> Any:
     """LongCat Flash: two times attention in every layer."""
     return replace(latent(v, layers), layers=2 * layers)
@@ -473,8 +478,8 @@ FAMILIES: Mapping[str, Family] = {
     "sarvam_moe": replace(BAILING, defaults=_ONE_SHARED),
     "param2moe": replace(BAILING, defaults=_ONE_SHARED, wide_router=True),
     "sarvam_mla": replace(DEEPSEEK, defaults=_ONE_SHARED),
-    **dict.fromkeys(("bailing_moe_linear", "bailing_moe_v2_5"), replace(
-        BAILING, layers={FULL: (softmax(),), LINEAR: (lightning,)},
+    **dict.fromkeys(("bailing_moe_linear", "bailing_moe_v2_5", "bailing_hybrid"), replace(
+        BAILING, layers={FULL: (_latent_if_any,), LINEAR: (lightning,)},
         pattern=lambda v, layers: every(v.number("layer_group_size"), otherwise=LINEAR)(v, layers))),
     "bamba": replace(GRANITE_HYBRID, experts=False, dense_width=("intermediate_size",)),
     "granitemoehybrid": GRANITE_HYBRID,
