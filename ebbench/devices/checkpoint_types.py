@@ -69,10 +69,12 @@ def read_modules(
 
 def _of_mixer(mixer: Mixer) -> Iterator[tuple[tuple[str, ...], int]]:
     if mixer.measured_alike:
-        fused, out = mixer.products
+        fused, *to_queries, out = mixer.products
         kept = mixer.cached or 0
         queries = fused.params - kept * fused.rows
         yield ("q_proj", "qkv_proj"), max(queries, 0)
+        for product in to_queries:
+            yield ("wq",), product.params
         for name in ("k_proj", "v_proj"):
             yield (name, "qkv_proj"), (fused.params - max(queries, 0)) // 2
         yield ("o_proj",), out.params

@@ -18,6 +18,7 @@ from ebbench.devices.mixer_rules import (
     block_index,
     block_sparse,
     delta,
+    factored,
     gated_latent,
     gated_recurrence,
     index,
@@ -458,6 +459,8 @@ FAMILIES: Mapping[str, Family] = {
         MIXTURE, qk_norm=True, wide_router=True, pattern=_all(FULL), defaults=_FIRST_DENSE,
         layers={FULL: (softmax(),), WINDOW: (_step_window,)},
         understood=("moe_layers_enum", "moe_every_n_layer"))),
+    "step3_text": replace(MIXTURE, layers={FULL: (factored,)},
+                          defaults={"moe_layers_enum": ",".join(map(str, range(4, 60)))}),  # vLLM's
     "youtu": Family(layers=_LATENT, tied=True),
     "minicpm3": Family(layers=_LATENT, tied=True, understood=("dim_model_base", "scale_depth")),
     "llama4_text": replace(MIXTURE, modules=ModuleNames(mlp="feed_forward", experts="feed_forward.experts"),

@@ -240,6 +240,16 @@ def softmax(
     return rule
 
 
+def factored(v: ConfigValues, layers: int) -> Mixer:
+    """Attention whose queries come from a part that all heads share (Step 3)."""
+    mixer = softmax()(v, layers) or Mixer("full", layers)
+    hidden, shared, width = v.number("hidden_size"), v.number("share_q_dim"), mixer.heads * mixer.key_dim
+    products = (
+        Product(shared + mixer.cached, hidden, WHOLE), Product(width, shared), Product(hidden, width, BY_ROWS),
+    )  # fmt: skip
+    return replace(mixer, products=products)
+
+
 def latent(v: ConfigValues, layers: int) -> Mixer:
     """Multi-head latent attention (MLA), sparse where the config has an index; plain attention without ``use_mla``."""
     if v.get("use_mla") is False:

@@ -70,6 +70,12 @@ SERVED: dict[str, tuple[dict[str, Any], float, float, int]] = {
          "mamba_d_state": 16, "mamba_dt_rank": 256, "mamba_expand": 2, "num_attention_heads": 32, "num_experts": 16,
          "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "vocab_size": 65536},
         51.6, 12.1, 16_384),
+    "Step-3": (
+        {"model_type": "step3_vl", "text_config": {
+            "hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 64, "num_attention_groups": 1,
+            "num_hidden_layers": 61, "max_seq_len": 65536, "vocab_size": 128815, "moe_intermediate_size": 5120,
+            "moe_num_experts": 48, "moe_top_k": 3, "share_expert_dim": 5120, "share_q_dim": 2048, "head_dim": 256,
+            "moe_layers_enum": ",".join(map(str, range(4, 60)))}}, 316.3, 38.8, 62_464),
     "LongCat-Flash": (
         {"model_type": "longcat_flash", "hidden_size": 6144, "num_layers": 28, "num_attention_heads": 64,
          "ffn_hidden_size": 12288, "expert_ffn_hidden_size": 2048, "n_routed_experts": 512, "zero_expert_num": 256,
