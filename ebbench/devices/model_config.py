@@ -166,7 +166,14 @@ def read_config(path: Path, *, assume_decoder: bool = False) -> ModelGeometry:
     whole = as_config(path, raw) if of_params else raw
     raw = _text_part(path, whole)
     family, doubts = _family(path, raw, assume_decoder)
-    return _geometry(path, raw, _left_out(raw, family, within=raw != whole), family, doubts, assume_decoder)
+    return _geometry(
+        path,
+        raw,
+        _left_out(raw, family, within=raw.keys() != whole.keys() | {"model_type"}),
+        family,
+        doubts,
+        assume_decoder,
+    )
 
 
 @cache
@@ -200,12 +207,21 @@ def _text_part(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     if part is None and isinstance(thinker, dict):
         return _text_part(path, thinker)
     if part is None:
-        return dict(raw)
+        return {**raw, **_of_architecture(raw)}
     outer = {key: raw[key] for key in _OF_ALL if raw.get(key) is not None}
     tied = {key: outer[key] for key in (_TIED,) if key in outer}  # vLLM too: whoever has the head says it
     named = part.get("model_type") or NAMES.text_types.get(str(raw.get("model_type")), raw.get("model_type"))
     inner = {key: value for key, value in part.items() if value is not None or key not in outer}
     return {**outer, **inner, **tied, "model_type": named}
+
+
+def _of_architecture(raw: Mapping[str, Any]) -> dict[str, str]:
+    """The model_type of a file without one, if its architecture has one only."""
+    architectures = raw.get("architectures")
+    named = (
+        NAMES.architectures.get(str(architectures[0])) if isinstance(architectures, list) and architectures else None
+    )
+    return {"model_type": named} if named and raw.get("model_type") is None else {}
 
 
 def _family(path: Path, raw: Mapping[str, Any], assume_decoder: bool) -> tuple[Family, tuple[str, ...]]:
@@ -486,6 +502,8 @@ def _with_mlps(
     inner, chosen = inner or v.number("intermediate_size"), v.number("experts_per_token")
     if chosen > experts:
         raise InputFileError(v.path, f"chooses {chosen} experts per token of only {experts}")
+    if identities := v.number("zero_expert_num", default=0):
+        chosen = max(round(chosen * experts / (experts + identities)), 1)
     return replace(
         model,
         intermediate=v.number("intermediate_size", default=0),
@@ -511,9 +529,10 @@ def _dense_width(v: ConfigValues, family: Family, plan: Sequence[_Layer]) -> int
 
 def _shared(v: ConfigValues, family: Family, inner: int) -> int:
     """Width of what every token passes beside its experts."""
+    count = v.number("shared_experts", default=0)
     if family.shared_width:
-        return v.number(*family.shared_width)
-    count, width = v.number("shared_experts", default=0), v.number("shared_width", default=0)
+        return max(count, 1) * v.number(*family.shared_width)
+    width = v.number("shared_width", default=0)
     return max(count, 1) * width if width else count * inner
 
 

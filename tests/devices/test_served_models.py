@@ -70,6 +70,12 @@ SERVED: dict[str, tuple[dict[str, Any], float, float, int]] = {
          "mamba_d_state": 16, "mamba_dt_rank": 256, "mamba_expand": 2, "num_attention_heads": 32, "num_experts": 16,
          "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "vocab_size": 65536},
         51.6, 12.1, 16_384),
+    "LongCat-Flash": (
+        {"model_type": "longcat_flash", "hidden_size": 6144, "num_layers": 28, "num_attention_heads": 64,
+         "ffn_hidden_size": 12288, "expert_ffn_hidden_size": 2048, "n_routed_experts": 512, "zero_expert_num": 256,
+         "zero_expert_type": "identity", "moe_topk": 12, "kv_lora_rank": 512, "q_lora_rank": 1536,
+         "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 131072,
+         "attention_method": "MLA", "mla_scale_q_lora": True, "mla_scale_kv_lora": True}, 560.6, 27.8, 64_512),
     "DBRX": (
         {"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40, "vocab_size": 100352,
          "max_seq_len": 32768,
