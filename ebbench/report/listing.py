@@ -203,7 +203,7 @@ MANY = 4
 def print_head(paths: Sequence[Path], *, several: bool) -> None:
     """Print a list of many unlike runs, and which searches are left out below these directories."""
     below = listed([path for path in paths if path.is_dir()])
-    if several:
+    if several and below.runs:
         print_list(replace(below, roots=tuple(paths)))
         print()
     searches = [run for run in below.runs if run.kind == "search" and run.path not in paths]
