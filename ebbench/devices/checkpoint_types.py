@@ -342,7 +342,7 @@ def _of_weights(path: Path, place: str, weights: Mapping[str, Any]) -> _Type:
     if kind == "float" and bits == 4:
         return _Type("w4a16_mxfp4" if size == 32 else "nvfp4")
     if kind == "int" and bits in (4, 8):
-        return _in_groups(f"int{bits}", size, zeros=weights.get("symmetric") is False)
+        return _in_groups(f"int{int(bits)}", size, zeros=weights.get("symmetric") is False)
     raise InputFileError(path, f"{place}: weights of {bits!r} bits of type {kind!r} are not read here")
 
 
