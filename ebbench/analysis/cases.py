@@ -399,7 +399,8 @@ def _title(conditions: Mapping[str, str], apart: Sequence[str], plan: str, *, co
     for name in apart:
         text = conditions.get(name, "")
         if text and text != "None":
-            words.append(f"{NAMES.get(name, name)} {text}".strip())
+            shown = f"{int(text):,}" if text.isascii() and text.isdigit() else text
+            words.append(f"{NAMES.get(name, name)} {shown}".strip())
         elif complete:
             usual = usual_options().get(name)
             words.append(f"{name} {'not recorded' if usual is None else usual}")

@@ -68,7 +68,9 @@ def report(
     target = output or Path("report.html")
     if target.is_dir():
         raise UsageError(f"{target} is a directory; give a file, e.g. --output {target / 'report.html'}")
-    _page(loaded, target, title, slo, all_percentiles=all_percentiles, searches=searches)
+    probes = {path for given in runs for path in shown_runs(given)}  # at loads of their own: nothing to pair
+    paired = [run for run in loaded if run.path not in probes]
+    _page(loaded, paired, target, title, slo, all_percentiles=all_percentiles, searches=searches)
 
 
 def _watch(runs: Sequence[Path], port: int, title: str, slo: Slo | None, *, all_percentiles: bool) -> None:
@@ -92,14 +94,14 @@ def _watch(runs: Sequence[Path], port: int, title: str, slo: Slo | None, *, all_
     typer.echo(f"the measurement has ended; `ebbench report {shown}` writes its page", err=True)
 
 
-def _page(runs: Sequence[Run], target: Path, title: str, slo: Slo | None, *, all_percentiles: bool,
-          searches: Sequence[SearchSection] = ()) -> None:  # fmt: skip
+def _page(runs: Sequence[Run], paired: Sequence[Run], target: Path, title: str, slo: Slo | None, *,
+          all_percentiles: bool, searches: Sequence[SearchSection]) -> None:  # fmt: skip
     from ebbench.records.warnings import counted
     from ebbench.report import page
     from ebbench.report.comparison import paired_tables
     from ebbench.report.page_data import report_page
 
-    extra, notes = paired_tables(runs)
+    extra, notes = paired_tables(paired)
     shown_page = report_page(runs, title=title, slo=slo, extra=extra, notes=notes, all_percentiles=all_percentiles,
                     searches=searches)  # fmt: skip
     page.write(shown_page, target)

@@ -69,10 +69,12 @@ def read_modules(
 
 def _of_mixer(mixer: Mixer) -> Iterator[tuple[tuple[str, ...], int]]:
     if mixer.measured_alike:
-        fused, out = mixer.products
+        fused, *to_queries, out = mixer.products
         kept = mixer.cached or 0
         queries = fused.params - kept * fused.rows
         yield ("q_proj", "qkv_proj"), max(queries, 0)
+        for product in to_queries:
+            yield ("wq",), product.params
         for name in ("k_proj", "v_proj"):
             yield (name, "qkv_proj"), (fused.params - max(queries, 0)) // 2
         yield ("o_proj",), out.params
@@ -340,7 +342,7 @@ def _of_weights(path: Path, place: str, weights: Mapping[str, Any]) -> _Type:
     if kind == "float" and bits == 4:
         return _Type("w4a16_mxfp4" if size == 32 else "nvfp4")
     if kind == "int" and bits in (4, 8):
-        return _in_groups(f"int{bits}", size, zeros=weights.get("symmetric") is False)
+        return _in_groups(f"int{int(bits)}", size, zeros=weights.get("symmetric") is False)
     raise InputFileError(path, f"{place}: weights of {bits!r} bits of type {kind!r} are not read here")
 
 

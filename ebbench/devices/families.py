@@ -18,6 +18,7 @@ from ebbench.devices.mixer_rules import (
     block_index,
     block_sparse,
     delta,
+    factored,
     gated_latent,
     gated_recurrence,
     index,
@@ -299,6 +300,16 @@ def _gemma4_full(v: ConfigValues, layers: int) -> Any:
     return rule(wide, layers)
 
 
+def _latent_if_any(v: ConfigValues, layers: int) -> Any:
+    """Ling: latents since 2.5."""
+    return (latent if v.has("kv_lora_rank") else softmax())(v, layers)
+
+
+def _two_latents(v: ConfigValues, layers: int) -> Any:
+    """LongCat Flash: two times attention in every layer."""
+    return replace(latent(v, layers), layers=2 * layers)
+
+
 def _kimi_latent(v: ConfigValues, layers: int) -> Any:
     """Kimi Linear, and Kimi K3 with an output gate."""
     return (gated_latent if v.flag("mla_use_output_gate") else latent)(v, layers)
@@ -406,7 +417,7 @@ FAMILIES: Mapping[str, Family] = {
                      defaults=_FIRST_DENSE),
     "mixtral": replace(MIXTURE, modules=_BLOCK_SPARSE_MOE),
     "minimax_m2": replace(MIXTURE, modules=_BLOCK_SPARSE_MOE, qk_norm=True, joint_norms=True, wide_router=True),
-    **dict.fromkeys(("phimoe", "granitemoe", "granitemoeshared", "olmoe", "flex_olmo", "deepseek",
+    **dict.fromkeys(("dbrx", "phimoe", "granitemoe", "granitemoeshared", "olmoe", "flex_olmo", "deepseek",
                      "solar_open", "aria_text"), MIXTURE),
     **dict.fromkeys(("glm4_moe", "glm4v_moe_text"), replace(MIXTURE, wide_router=True)),
     "dots1": replace(MIXTURE, pattern=_after_layers),
@@ -428,6 +439,12 @@ FAMILIES: Mapping[str, Family] = {
                           qk_norm=True),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "axk1", "mistral4", "mistral4_text"), DEEPSEEK),
     "glm4_moe_lite": replace(DEEPSEEK, defaults=_FIRST_DENSE),
+    "longcat_flash": replace(
+        DEEPSEEK, layers={FULL: (_two_latents,)}, defaults={"n_shared_experts": 2}, shared_width=("ffn_hidden_size",),
+        understood=("zero_expert_type", "attention_method"),
+        note="as many of its experts are computed per token as on average are not identities; its dense MLPs are taken "
+             "to wait for them",
+    ),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), DSA),
     "hy_v4": replace(
         DSA, layers={FULL: (gated_latent, index)}, defaults={"first_k_dense_replace": 1, "index_topk_freq": 4},
@@ -442,6 +459,8 @@ FAMILIES: Mapping[str, Family] = {
         MIXTURE, qk_norm=True, wide_router=True, pattern=_all(FULL), defaults=_FIRST_DENSE,
         layers={FULL: (softmax(),), WINDOW: (_step_window,)},
         understood=("moe_layers_enum", "moe_every_n_layer"))),
+    "step3_text": replace(MIXTURE, layers={FULL: (factored,)},
+                          defaults={"moe_layers_enum": ",".join(map(str, range(4, 60)))}),  # vLLM's
     "youtu": Family(layers=_LATENT, tied=True),
     "minicpm3": Family(layers=_LATENT, tied=True, understood=("dim_model_base", "scale_depth")),
     "llama4_text": replace(MIXTURE, modules=ModuleNames(mlp="feed_forward", experts="feed_forward.experts"),
@@ -462,8 +481,8 @@ FAMILIES: Mapping[str, Family] = {
     "sarvam_moe": replace(BAILING, defaults=_ONE_SHARED),
     "param2moe": replace(BAILING, defaults=_ONE_SHARED, wide_router=True),
     "sarvam_mla": replace(DEEPSEEK, defaults=_ONE_SHARED),
-    **dict.fromkeys(("bailing_moe_linear", "bailing_moe_v2_5"), replace(
-        BAILING, layers={FULL: (softmax(),), LINEAR: (lightning,)},
+    **dict.fromkeys(("bailing_moe_linear", "bailing_moe_v2_5", "bailing_hybrid"), replace(
+        BAILING, layers={FULL: (_latent_if_any,), LINEAR: (lightning,)},
         pattern=lambda v, layers: every(v.number("layer_group_size"), otherwise=LINEAR)(v, layers))),
     "bamba": replace(GRANITE_HYBRID, experts=False, dense_width=("intermediate_size",)),
     "granitemoehybrid": GRANITE_HYBRID,

@@ -32,6 +32,7 @@ class ConfigNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     values: dict[str, tuple[str, ...]]
     kinds: dict[str, tuple[str, ...]]
     text_types: dict[str, str]
+    architectures: dict[str, str]
     superseded: dict[str, Superseded]
     params: dict[str, str]
     params_moe: dict[str, str]
@@ -239,6 +240,16 @@ def softmax(
     return rule
 
 
+def factored(v: ConfigValues, layers: int) -> Mixer:
+    """Attention whose queries come from a part that all heads share (Step 3)."""
+    mixer = softmax()(v, layers) or Mixer("full", layers)
+    hidden, shared, width = v.number("hidden_size"), v.number("share_q_dim"), mixer.heads * mixer.key_dim
+    products = (
+        Product(shared + mixer.cached, hidden, WHOLE), Product(width, shared), Product(hidden, width, BY_ROWS),
+    )  # fmt: skip
+    return replace(mixer, products=products)
+
+
 def latent(v: ConfigValues, layers: int) -> Mixer:
     """Multi-head latent attention (MLA), sparse where the config has an index; plain attention without ``use_mla``."""
     if v.get("use_mla") is False:
@@ -423,7 +434,7 @@ def kimi_delta(v: ConfigValues, layers: int) -> Mixer:
 
 
 def lightning(v: ConfigValues, layers: int) -> Mixer:
-    """Linear attention with decay and an output gate (MiniMax-Text-01, Ring-linear)."""
+    """Linear attention with decay and an output gate (MiniMax-Text-01, Ring-linear), its state in the model's type."""
     hidden, heads = v.number("hidden_size"), heads_of(v)
     width = head_dim_of(v)
     inner = heads * width
@@ -431,7 +442,7 @@ def lightning(v: ConfigValues, layers: int) -> Mixer:
         "state",
         layers,
         heads=heads,
-        state_bytes=heads * width * width * 4,
+        state_bytes=heads * width * width * 2,
         products=(Product(4 * inner, hidden), Product(hidden, inner, BY_ROWS)),
     )
 

@@ -137,7 +137,7 @@ _ENCODER_PARTS = ("vision_config", "audio_config", "vit_config", "encoder_config
 _OF_ALL = (
     "quantization_config", "compression_config", _TIED, *_ENCODER_PARTS, "_name_or_path", "torch_dtype", "dtype",
 )  # fmt: skip
-_NESTED = ("sparse_attention_config", "linear_attn_config", "moe_config")
+_NESTED = ("sparse_attention_config", "linear_attn_config", "moe_config", "attn_config", "ffn_config")
 """Objects within a config.json whose values count as the model's own."""
 _LISTS_OF_KINDS = NAMES.superseded["kinds"].lists
 _VALUE_NAMES = {name: value for value, names in NAMES.values.items() for name in names}
@@ -166,7 +166,14 @@ def read_config(path: Path, *, assume_decoder: bool = False) -> ModelGeometry:
     whole = as_config(path, raw) if of_params else raw
     raw = _text_part(path, whole)
     family, doubts = _family(path, raw, assume_decoder)
-    return _geometry(path, raw, _left_out(raw, family, within=raw != whole), family, doubts, assume_decoder)
+    return _geometry(
+        path,
+        raw,
+        _left_out(raw, family, within=raw.keys() != whole.keys() | {"model_type"}),
+        family,
+        doubts,
+        assume_decoder,
+    )
 
 
 @cache
@@ -200,12 +207,21 @@ def _text_part(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     if part is None and isinstance(thinker, dict):
         return _text_part(path, thinker)
     if part is None:
-        return dict(raw)
+        return {**raw, **_of_architecture(raw)}
     outer = {key: raw[key] for key in _OF_ALL if raw.get(key) is not None}
     tied = {key: outer[key] for key in (_TIED,) if key in outer}  # vLLM too: whoever has the head says it
     named = part.get("model_type") or NAMES.text_types.get(str(raw.get("model_type")), raw.get("model_type"))
     inner = {key: value for key, value in part.items() if value is not None or key not in outer}
     return {**outer, **inner, **tied, "model_type": named}
+
+
+def _of_architecture(raw: Mapping[str, Any]) -> dict[str, str]:
+    """The model_type of a file without one, if its architecture has one only."""
+    architectures = raw.get("architectures")
+    named = (
+        NAMES.architectures.get(str(architectures[0])) if isinstance(architectures, list) and architectures else None
+    )
+    return {"model_type": named} if named and raw.get("model_type") is None else {}
 
 
 def _family(path: Path, raw: Mapping[str, Any], assume_decoder: bool) -> tuple[Family, tuple[str, ...]]:
@@ -430,18 +446,30 @@ def _encoders(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [part for part in map(raw.get, _ENCODER_PARTS) if isinstance(part, dict) and part]
 
 
+_GATED_ENCODERS = ("pixtral", "gemma4_vision")
+"""Encoders with a gate, whatever their activation is called."""
+
+
 def _encoder_bytes(raw: Mapping[str, Any]) -> int:
-    """About the bytes of the weights that read images and sound: four square projections and an MLP per layer."""
-    total = 0
-    for part in _encoders(raw):
-        sizes = {
-            name: next((part[key_given] for key_given in keys if isinstance(part.get(key_given), int)), 0)
-            for name, keys in NAMES.encoders.items()
-        }
-        hidden = sizes["hidden"]
-        gated = any(word in str(part.get("hidden_act")) for word in ("silu", "swi"))
-        total += 2 * sizes["layers"] * hidden * (4 * hidden + (3 if gated else 2) * (sizes["inner"] or 4 * hidden))
-    return total
+    """About the bytes of the weights that read images and sound."""
+    return 2 * sum(map(_encoder_params, _encoders(raw)))
+
+
+def _encoder_params(part: Mapping[str, Any]) -> int:
+    """Four square projections and an MLP per layer, and what merges a square of patches, once more for every layer in
+    ``deepstack_visual_indexes``. GLM-4V's stated inner width is that of its merger."""
+    sizes = {
+        name: next((part[key] for key in keys if isinstance(part.get(key), int)), 0)
+        for name, keys in NAMES.encoders.items()
+    }
+    hidden, out, kind = sizes["hidden"], sizes["out"], str(part.get("model_type"))
+    inner, merged = sizes["inner"] or 4 * hidden, sizes["side"] ** 2 * hidden
+    tapped = part.get("deepstack_visual_indexes")
+    merging = merged * (merged + out) * (1 + (len(tapped) if isinstance(tapped, list) else 0)) if out else 0
+    if kind.startswith("glm4v") and out:
+        merging, inner = merged * out + out * (out + 3 * inner), out
+    gated = any(word in str(part.get("hidden_act")) for word in ("silu", "swi")) or kind in _GATED_ENCODERS
+    return int(sizes["layers"] * hidden * (4 * hidden + (3 if gated else 2) * inner) + merging)
 
 
 def _with_types(model: ModelGeometry, types: CheckpointTypes, encoder_bytes: int) -> ModelGeometry:
@@ -474,6 +502,8 @@ def _with_mlps(
     inner, chosen = inner or v.number("intermediate_size"), v.number("experts_per_token")
     if chosen > experts:
         raise InputFileError(v.path, f"chooses {chosen} experts per token of only {experts}")
+    if identities := v.number("zero_expert_num", default=0):
+        chosen = max(round(chosen * experts / (experts + identities)), 1)
     return replace(
         model,
         intermediate=v.number("intermediate_size", default=0),
@@ -499,24 +529,23 @@ def _dense_width(v: ConfigValues, family: Family, plan: Sequence[_Layer]) -> int
 
 def _shared(v: ConfigValues, family: Family, inner: int) -> int:
     """Width of what every token passes beside its experts."""
+    count = v.number("shared_experts", default=0)
     if family.shared_width:
-        return v.number(*family.shared_width)
-    count, width = v.number("shared_experts", default=0), v.number("shared_width", default=0)
+        return max(count, 1) * v.number(*family.shared_width)
+    width = v.number("shared_width", default=0)
     return max(count, 1) * width if width else count * inner
+
+
+_LENGTHS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_target_positions",
+    "max_sequence_length", "max_seq_length", "seq_len",
+)  # fmt: skip
+"""Keys that say the longest sequence; vLLM takes the shortest of those that are given."""
 
 
 def positions_of_values(v: ConfigValues) -> int:
     """:func:`max_positions` for values that are already read."""
-    keys = (
-        "max_position_embeddings",
-        "rope_scaling",
-        "rope_parameters",
-        "model_type",
-        "model_max_length",
-        "n_positions",
-        "seq_length",
-    )
-    return max_positions({key: v.get(key) for key in keys})
+    return max_positions({key: v.get(key) for key in (*_LENGTHS, "rope_scaling", "rope_parameters", "model_type")})
 
 
 def max_positions(raw: Mapping[str, Any]) -> int:
@@ -525,9 +554,10 @@ def max_positions(raw: Mapping[str, Any]) -> int:
     A scaling of rotary embeddings stretches the positions, unless those stated are stretched already (Gemma 3, and the
     kinds in ``_STATED_STRETCHED``).
     """
-    stated, scaling = raw.get("max_position_embeddings"), raw.get("rope_scaling") or raw.get("rope_parameters")
-    if not isinstance(stated, int):
-        return 0
+    lengths: list[int] = [raw[key] for key in _LENGTHS if isinstance(raw.get(key), int) and raw[key] > 0]
+    overriding = raw.get("model_max_length")  # Command R, whose max_position_embeddings are fewer
+    stated = int(overriding) if overriding in lengths else min(lengths, default=0)
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
     if not isinstance(scaling, Mapping) or "gemma3" in str(raw.get("model_type")):
         return stated
     kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")

@@ -37,6 +37,8 @@ PARTIAL = "manifest.partial.json"
 """Preliminary manifest: what was known when the run began. It exists during a run and after an interrupted one."""
 SEARCH = "capacity.json"
 """Settings of a capacity search: the runs below its directory are its probes."""
+VALIDATION = "question.json"
+"""What a validation asks: its directory has a manifest of its own, and its runs are below."""
 TAIL = ".tail.arrows"
 """How the names of files end that hold the rows which are in no shard yet."""
 LONGEST_NAME = 60
@@ -375,9 +377,11 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
             *path.glob(f"*/{MANIFEST}"),
             *path.glob(f"**/{MANIFEST}"),
         }  # the first pattern follows symbolic links
+        manifests = {manifest for manifest in manifests if not manifest.with_name(VALIDATION).exists()}
         searches = {settings.parent for settings in (*path.glob(f"*/{SEARCH}"), *path.glob(f"**/{SEARCH}"))} - {path}
         inside = sorted(manifest.parent for manifest in manifests if not searches.intersection(manifest.parents))
-        directories += [path] if (path / MANIFEST).exists() or not manifests else inside
+        of_run = (path / MANIFEST).exists() and not (path / VALIDATION).exists()
+        directories += [path] if of_run or not manifests else inside
     return each_once(directories)
 
 

@@ -76,7 +76,7 @@ def head(runs: Sequence[StoredRun], alike: Mapping[str, str]) -> str:
     parts = [counted(single, "run")] if single or not searches else []
     if searches:
         plural, probes = "es" * (len(searches) != 1), sum(run.probes for run in searches)
-        parts.append(f"{len(searches):,} search{plural} ({probes} probes)")
+        parts.append(f"{len(searches):,} search{plural} ({counted(probes, 'probe')})")
     same = ", ".join(f"{name} {value}" for name, value in alike.items() if value)
     total = numbers.size(sum(run.size for run in runs))
     return f"{' and '.join(parts)}, {total}" + (f"; all: {same}" if same else "")
@@ -203,7 +203,7 @@ MANY = 4
 def print_head(paths: Sequence[Path], *, several: bool) -> None:
     """Print a list of many unlike runs, and which searches are left out below these directories."""
     below = listed([path for path in paths if path.is_dir()])
-    if several:
+    if several and below.runs:
         print_list(replace(below, roots=tuple(paths)))
         print()
     searches = [run for run in below.runs if run.kind == "search" and run.path not in paths]

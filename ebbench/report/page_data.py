@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ebbench.render import numbers, sentences, tables
 from ebbench.render.report import load_and_limits, machine
 from ebbench.render.timeline import Timeline, make_timeline
 from ebbench.sizing import chart
-from ebbench.sizing.sentences import end_sentence, load
+from ebbench.sizing.sentences import end_sentence, load, load_number
 
 # Capacity searches on the page: a table, what was stopped or refused, and the curves that `--plot` draws, too.
 
@@ -55,21 +56,25 @@ def shown_runs(path: Path) -> list[Path]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    unit = "open sessions" if any("capacity_concurrency" in row for row in rows) else "requests/s"
+    by_concurrency = any("capacity_concurrency" in row for row in rows)
+    unit, shown = (
+        "open sessions" if by_concurrency else "requests/s",
+        partial(load_number, by_concurrency=by_concurrency),
+    )
     columns = (
-        Column("policy", "label"), Column("capacity", show=_rounded), Column("95 % interval", "label", right=True),
+        Column("policy", "label"), Column("capacity", show=shown), Column("95 % interval", "label", right=True),
         Column("limited by", "label"), Column("within limits", show=numbers.percent),
         Column("TTFT median", show=numbers.duration_ms), Column("TPOT median", show=numbers.duration_ms),
         Column("goodput requests/s", show=numbers.rate), Column("goodput tokens/s", show=numbers.rate),
         Column("probes", show=str),
     )  # fmt: skip
-    section = Section(f"Capacity ({unit})", columns, tuple(map(_row, rows)))
+    section = Section(f"Capacity ({unit})", columns, tuple(_row(row, shown) for row in rows))
     return of_section(section, note=f"Limits: {rows[0]['limits']}.")
 
 
-def _row(row: Mapping[str, Any]) -> tuple[Value, ...]:
+def _row(row: Mapping[str, Any], shown: Callable[[float], str]) -> tuple[Value, ...]:
     capacity, high = chart.stored_capacity(row), row["high"]
-    interval = f"{_rounded(row['low'])} to {'?' if high is None else _rounded(high)}"
+    interval = f"{shown(row['low'])} to {'?' if high is None else shown(high)}"
     figures = ("attainment", "median_ttft_ms", "median_tpot_ms", "goodput_requests_per_s", "goodput_tokens_per_s")
     return (
         str(row["policy"]), capacity, None if capacity is None else interval, str(row["limited_by"]),
@@ -77,12 +82,13 @@ def _row(row: Mapping[str, Any]) -> tuple[Value, ...]:
     )  # fmt: skip
 
 
-def _rounded(value: float) -> str:
-    return f"{value:.3g}"
-
-
 def _lines(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    lines = [f"{row['policy']}: {end_sentence(row['refused'])}." for row in rows if row["refused"]]
+    lines = [
+        f"{row['policy']}: {load_number(rate / each, False)} sessions/s, {each:.3g} requests in each."
+        for row in rows
+        if (rate := row.get("capacity_requests_per_s")) and (each := row.get("requests_per_session", 1.0)) != 1.0
+    ]
+    lines += [f"{row['policy']}: {end_sentence(row['refused'])}." for row in rows if row["refused"]]
     lines += [f"{row['policy']}: stopped by {end_sentence(row['stopped'])}." for row in rows if row["stopped"]]
     return (
         *lines,

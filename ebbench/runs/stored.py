@@ -25,9 +25,9 @@ from ebbench.errors import DataError, UnknownNameError, UsageError, check_known
 from ebbench.foreign.documents import visible
 from ebbench.records import files
 from ebbench.records.manifest import RunLabels, encode_manifest
-from ebbench.records.run import MANIFEST, PARTIAL, SEARCH, Run, TableName, is_being_written
+from ebbench.records.run import MANIFEST, PARTIAL, SEARCH, VALIDATION, Run, TableName, is_being_written
 from ebbench.records.schema import DECISIONS, STEPS, with_columns
-from ebbench.records.warnings import warning
+from ebbench.records.warnings import counted, warning
 from vllm_eb.settings import name_hint
 
 Kind = Literal["run", "search", "unfinished"]
@@ -67,7 +67,7 @@ class StoredRun(_Brief, frozen=True, kw_only=True):
     def state(self) -> str:
         """What it is besides a valid run; empty for one."""
         if self.kind == "search":
-            return f"search, {self.probes} probes"
+            return f"search, {counted(self.probes, 'probe')}"
         if self.kind == "unfinished":
             return "running" if in_use(self.path) else "unfinished"
         return "interrupted" if self.interrupted else "" if self.valid else "INVALID"
@@ -120,6 +120,9 @@ def _runs_below(directory: Path, problems: dict[Path, str], depth: int = 0) -> I
         problems[directory] = f"cannot be read ({error.strerror or error})"
         return
     names = {entry.name for entry in entries}
+    if VALIDATION in names:
+        problems[directory] = "a validation; name the runs in it by its directories measured and predicted"
+        return
     if names & {MANIFEST, SEARCH, PARTIAL}:
         try:
             yield _entry(directory, entries, names)

@@ -147,7 +147,7 @@ def classes(outcomes: Mapping[str, SearchOutcome], by_concurrency: bool) -> Sect
 
 
 def _at_least(estimate: Estimate, by_concurrency: bool) -> str:
-    shown = _number(estimate.capacity, by_concurrency)
+    shown = load_number(estimate.capacity, by_concurrency)
     return f"≥ {shown}" if estimate.capacity is not None and math.isinf(estimate.high) else shown
 
 
@@ -316,7 +316,7 @@ def _row(policy: str, outcome: SearchOutcome, by_concurrency: bool) -> tuple[str
         return policy, numbers.DASH, numbers.DASH, outcome.limited_by, *[numbers.DASH] * 5
     return (
         policy,
-        _number(estimate.capacity, by_concurrency),
+        load_number(estimate.capacity, by_concurrency),
         _range(estimate, by_concurrency),
         outcome.limited_by,
         numbers.percent(near.attainment),
@@ -463,13 +463,14 @@ def _load(load: float, by_concurrency: bool) -> str:
     return f"{load:,.0f} open" if by_concurrency else f"{load:.3g}/s"
 
 
-def _number(value: float | None, by_concurrency: bool) -> str:
+def load_number(value: float | None, by_concurrency: bool) -> str:
+    """Open sessions as a whole number, sessions/s with three significant digits."""
     return numbers.DASH if value is None else f"{value:,.0f}" if by_concurrency else f"{value:.3g}"
 
 
 def _range(estimate: Estimate, by_concurrency: bool) -> str:
-    high = _number(estimate.high, by_concurrency) if math.isfinite(estimate.high) else "?"
-    return f"{_number(estimate.low, by_concurrency)}–{high}"
+    high = load_number(estimate.high, by_concurrency) if math.isfinite(estimate.high) else "?"
+    return f"{load_number(estimate.low, by_concurrency)}–{high}"
 
 
 def _interval(estimate: Estimate) -> str:

@@ -68,12 +68,9 @@ def findings(entries: Sequence[Finished], axes: Sequence[str], metric: str = MET
 
     ``gain``: best throughput over the best of :func:`baseline_policy` in the same setting, minus one.
     """
-    others = tuple(name for name in axes if name not in _CONFIGURATION)
-    own = ((entry, settings_of(entry.cell)) for entry in entries)
-    by_setting = by_key((tuple((name, plain(settings[name])) for name in others), entry) for entry, settings in own)
     all_findings = [
         finding
-        for setting, members in by_setting.items()
+        for setting, members in _by_setting(entries, axes).items()
         for finding in _of_setting(setting, by_key((entry.cell.policy, entry) for entry in members), metric)
     ]
     baseline = baseline_policy(all_findings)
@@ -81,6 +78,27 @@ def findings(entries: Sequence[Finished], axes: Sequence[str], metric: str = MET
     return [
         found if found.policy == baseline else _with_gain(found, bests.get(found.setting)) for found in all_findings
     ]
+
+
+def _by_setting(entries: Sequence[Finished], axes: Sequence[str]) -> dict[tuple[tuple[str, Any], ...], list[Finished]]:
+    """The cells by the values of the axes besides policy, token budget, batch size and seed."""
+    others = tuple(name for name in axes if name not in _CONFIGURATION)
+    own = ((entry, settings_of(entry.cell)) for entry in entries)
+    return by_key((tuple((name, plain(settings[name])) for name in others), entry) for entry, settings in own)
+
+
+def unlike_requests(entries: Sequence[Finished], axes: Sequence[str]) -> list[str]:
+    """A sentence per setting in which cells of one seed ran different requests, as an override of some makes them."""
+    lines = []
+    for setting, members in _by_setting(entries, axes).items():
+        plans = by_key((entry.cell.plan.seed, entry.measured.figures.get("plan_hash")) for entry in members)
+        if any(len(set(of_seed)) > 1 for of_seed in plans.values()):
+            where = ", ".join(f"{name}={value}" for name, value in setting)
+            lines.append(
+                f"{where or 'All cells'}: not all got the same requests, so what is best, and by how much, may come "
+                "from these."
+            )
+    return lines
 
 
 def _of_setting(
@@ -187,12 +205,14 @@ def console_report(result: Result, bests: Sequence[Finding], metric: str) -> Ren
 
 
 def caveats(result: Result) -> list[str]:
-    """The caveats of the devices whose figures are shown, each once, with the cells that have it unless all do."""
+    """Where requests differ, and the caveats of the devices whose figures are shown, each once, with the cells that
+    have it unless all do."""
     valid = [entry for entry in result.finished if entry.measured.valid]
     settings = [settings_of(entry.cell) for entry in valid]
     axes = [{name: str(plain(own[name])) for name in result.sweep.axes} for own in settings]
     texts_by_cell = [entry.measured.caveats for entry in valid]
-    return told_once(texts_by_cell, by_settings(axes, lambda name, values: f"{name}={values}", "cells"))
+    told = told_once(texts_by_cell, by_settings(axes, lambda name, values: f"{name}={values}", "cells"))
+    return [*unlike_requests(valid, result.sweep.axes), *told]
 
 
 SHOWN_INVALID = 20

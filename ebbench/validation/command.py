@@ -18,6 +18,7 @@ from ebbench.errors import DataError, InterruptedRunError, UsageError
 from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.manifest import wall_clock_ns
+from ebbench.records.run import VALIDATION
 from ebbench.render.documents import Console, as_markdown, as_rich
 from ebbench.render.live import Work, shown
 from ebbench.render.numbers import finite
@@ -179,7 +180,7 @@ def _bias(metric: MetricVerdict) -> str:
     )
 
 
-QUESTION, RESULT, TABLES = "question.json", "result.json", "result.md"
+RESULT, TABLES = "result.json", "result.md"
 
 
 def run_validation(question: ValidationQuestion, folder: Path, max_time_s: float, *, as_json: bool, quiet: bool) -> str:
@@ -245,7 +246,7 @@ def _open_folder(question: ValidationQuestion, folder: Path) -> None:
 
     Raises UsageError for any other folder, DataError for a damaged one.
     """
-    path, written = folder / QUESTION, json.dumps(question.stored, indent=1, sort_keys=True)
+    path, written = folder / VALIDATION, json.dumps(question.stored, indent=1, sort_keys=True)
     if path.exists():
         stored = files.read_stored_json(path)
         try:

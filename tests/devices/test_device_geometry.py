@@ -186,6 +186,9 @@ def test_a_model_with_two_matrices_in_its_mlp_has_fewer_parameters(tmp_path: Pat
     [
         ({}, 32768),  # its class has them
         ({"max_position_embeddings": 40960}, 40960),
+        ({"model_type": "chatglm", "multi_query_attention": True, "seq_length": 8192}, 8192),
+        ({"model_type": "cohere", "max_position_embeddings": 8192, "model_max_length": 131072}, 131072),
+        ({"model_type": "gpt2", "n_positions": 1024}, 1024),
         ({"max_position_embeddings": 40960, "rope_scaling": None}, 40960),
         ({"max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "factor": 4.0}}, 40960),
         (

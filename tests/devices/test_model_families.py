@@ -155,6 +155,29 @@ def test_gates_may_have_as_many_rows_as_the_hidden_size(tmp_path: Path) -> None:
     assert narrow.kv_bytes_per_token == 2 * 576 * 2
 
 
+def test_an_architecture_may_stand_for_the_type(tmp_path: Path) -> None:
+    """As in LongCat-Flash's published file: every layer has attention and a dense MLP twice."""
+    longcat = {key: value for key, value in {**LLAMA, **LATENT}.items() if key != "model_type"}
+    more = {"ffn_hidden_size": 4096, "expert_ffn_hidden_size": 512, "n_routed_experts": 8, "moe_topk": 3,
+            "zero_expert_num": 4}  # fmt: skip
+    model = read(tmp_path, longcat, **more, architectures=["LongcatFlashForCausalLM"])
+    assert (kinds(model), model.shared_intermediate, model.experts_per_token) == ([("latent", 16)], 8192, 2)
+    with pytest.raises(InputFileError, match="model_type is missing"):
+        read(tmp_path, longcat, architectures=["LlamaForCausalLM"])
+
+
+def test_layers_with_attention_between_linear_ones_may_have_latents(tmp_path: Path) -> None:
+    """As in Ring-2.5; Ling and Ring before have keys and values. States have the type of the model."""
+    ring = {**LLAMA, "model_type": "bailing_hybrid", "layer_group_size": 4, "num_experts": 8, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 512, "num_shared_experts": 1, "first_k_dense_replace": 1}  # fmt: skip
+    latents, keys = read(tmp_path, ring, **LATENT), read(tmp_path, ring)
+    assert sorted(kinds(latents)) == [("latent", 2), ("state", 6)]
+    assert (latents.kv_bytes_per_token, keys.kv_bytes_per_token) == (2 * 576 * 2, 2 * 2 * 4 * 64 * 2)
+    assert latents.state_bytes == 6 * 16 * 64 * 64 * 2
+    with pytest.raises(InputFileError, match="short_conv_kernel_size"):  # Ling 3 has other linear layers
+        read(tmp_path, ring, **LATENT, short_conv_kernel_size=4)
+
+
 def test_mistrals_own_files_of_a_mixture_with_latents_are_read(tmp_path: Path) -> None:
     """As Mistral Large 3: 673 billion parameters beside its encoder, 40 of them active."""
     params = {
@@ -311,6 +334,25 @@ def test_the_decoder_within_a_model_of_images_is_read(tmp_path: Path, key: str, 
     assert model.params == alone.params
     assert model.weight_bytes - alone.weight_bytes == 2 * 32 * (4 * 1280**2 + 2 * 1280 * 5120)
     assert "the time of its encoder is left out, its weights are estimated" in model.note
+
+
+BY_MERGING = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "spatial_merge_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("encoder", "millions"),
+    [
+        ({**BY_MERGING, "model_type": "gemma4_vision", "out_hidden_size": None}, 569.5),
+        ({"model_type": "qwen3_vl_vision", **BY_MERGING, "out_hidden_size": 3584,
+          "deepstack_visual_indexes": [8, 16, 24]}, 566.9),
+        ({"model_type": "glm4v_vision", "depth": 24, "hidden_size": 1536, "intermediate_size": 13696,
+          "out_hidden_size": 4096, "spatial_merge_size": 2, "hidden_act": "silu"}, 892.5),
+    ],
+)  # fmt: skip
+def test_encoders_weigh_about_what_their_classes_do(tmp_path: Path, encoder: dict[str, Any], millions: float) -> None:
+    """Parameters of the classes of transformers, on the meta device."""
+    model = read(tmp_path, {"model_type": "any_vl", "text_config": LLAMA, "vision_config": encoder})
+    assert model.encoder_bytes / 2e6 == pytest.approx(millions, rel=0.05)
 
 
 FLAT: dict[str, dict[str, Any]] = {

@@ -42,6 +42,14 @@ def written(folder: Path, **changes: object) -> Path:
         ({"quant_algo": "FP8", "config_groups": GROUPS, "kv_cache_scheme": "FP8"}, "fp8", "fp8"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, "int4", "bfloat16"),
         ({"quant_method": "gptq", "bits": 8}, "int8", "bfloat16"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"all": {"weights": {"num_bits": 4.0, "type": "int"}}},
+            },
+            "int4",
+            "bfloat16",
+        ),
         (None, "bfloat16", "bfloat16"),
     ],
 )

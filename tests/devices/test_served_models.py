@@ -70,6 +70,23 @@ SERVED: dict[str, tuple[dict[str, Any], float, float, int]] = {
          "mamba_d_state": 16, "mamba_dt_rank": 256, "mamba_expand": 2, "num_attention_heads": 32, "num_experts": 16,
          "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "vocab_size": 65536},
         51.6, 12.1, 16_384),
+    "Step-3": (
+        {"model_type": "step3_vl", "text_config": {
+            "hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 64, "num_attention_groups": 1,
+            "num_hidden_layers": 61, "max_seq_len": 65536, "vocab_size": 128815, "moe_intermediate_size": 5120,
+            "moe_num_experts": 48, "moe_top_k": 3, "share_expert_dim": 5120, "share_q_dim": 2048, "head_dim": 256,
+            "moe_layers_enum": ",".join(map(str, range(4, 60)))}}, 316.3, 38.8, 62_464),
+    "LongCat-Flash": (
+        {"model_type": "longcat_flash", "hidden_size": 6144, "num_layers": 28, "num_attention_heads": 64,
+         "ffn_hidden_size": 12288, "expert_ffn_hidden_size": 2048, "n_routed_experts": 512, "zero_expert_num": 256,
+         "zero_expert_type": "identity", "moe_topk": 12, "kv_lora_rank": 512, "q_lora_rank": 1536,
+         "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 131072,
+         "attention_method": "MLA", "mla_scale_q_lora": True, "mla_scale_kv_lora": True}, 560.6, 27.8, 64_512),
+    "DBRX": (
+        {"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40, "vocab_size": 100352,
+         "max_seq_len": 32768,
+         "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500000},
+         "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}}, 131.6, 36.5, 163_840),
     "Falcon-7B": (
         {"model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71,
          "multi_query": True, "vocab_size": 65024}, 6.9, 6.9, 8_192),

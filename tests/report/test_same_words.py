@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from ebbench.analysis.paired import compare
+from ebbench.records.run import Run
+from ebbench.report import comparison, page, page_data
 from ebbench.report.comparison import verdict_sentence
+from ebbench.sizing.sentences import load_number
 from tests.gate.gate_data import invoke, side
 
 RUN = ("run", "sharegpt", "--source", "profile", "--device", "h200", "--model", "qwen3-8b", "--quiet")
@@ -28,6 +32,40 @@ def test_show_and_compare_decide_by_latency_where_every_policy_keeps_up(tmp_path
     assert re.search(r"v1 is ahead: a request takes .* latency decides", shown)
     assert re.search(r"v1 is ahead: \+[\d.]+ % time per request .* latency decides", compared)
     assert "E2EL median decides" in compared or "cannot show" in compared
+
+
+def test_a_page_and_a_terminal_round_a_capacity_alike() -> None:
+    row = {"policy": "v1", "capacity_concurrency": 105.2, "low": 98.7, "high": 111.2, "limits": "tpot:20", "probes": 3}
+    row |= dict.fromkeys(("limited_by", "attainment", "median_ttft_ms", "median_tpot_ms"))
+    row |= dict.fromkeys(("goodput_requests_per_s", "goodput_tokens_per_s"))
+    cells = [cell.text for cell in page_data._table([row]).rows[0]]
+    assert cells[1:3] == ["105", f"{load_number(98.7, True)} to {load_number(111.2, True)}"] == ["105", "99 to 111"]
+
+
+def test_a_page_also_has_the_sessions_that_a_terminal_shows() -> None:
+    row = {"policy": "v1", "capacity_requests_per_s": 5.885, "requests_per_session": 8.69, "refused": None}
+    [line, _] = page_data._lines([row | {"stopped": None}])
+    assert line == "v1: 0.677 sessions/s, 8.69 requests in each."
+
+
+def test_probes_of_a_search_are_not_compared_as_runs_on_one_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of a search with two policies said that "the candidate has no run of 1 plan"."""
+    output_of(*RUN, "-n", 8, "--max-concurrency", 4, "-p", "v1", "-p", "v0", "-o", tmp_path / "runs")
+    nearest = [tmp_path / "runs" / policy for policy in ("v1", "v0")]
+    compared: list[int] = []
+
+    def paired(runs: Sequence[Run]) -> tuple[list[page_data.Table], list[str]]:
+        compared.append(len(runs))
+        return [], []
+
+    monkeypatch.setattr(comparison, "paired_tables", paired)
+    monkeypatch.setattr(page, "write", lambda _, target: target.write_text(""))
+    for probes, left in (([], 2), (nearest, 0)):
+        monkeypatch.setattr(page_data, "shown_runs", lambda _, chosen=probes: chosen)
+        output_of("report", tmp_path / "runs", "-o", tmp_path / "page.html")
+        assert compared.pop() == left
 
 
 def test_a_difference_too_small_to_matter_has_no_winner() -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as replace_struct
 
 from ebbench.errors import DataError, UsageError
-from ebbench.records.run import MANIFEST, PARTIAL, Run, RunWriter, find_runs
+from ebbench.records.run import MANIFEST, PARTIAL, VALIDATION, Run, RunWriter, find_runs
 from ebbench.report.listing import document
 from ebbench.runs.stored import Wanted, in_use, listed, meant, moment_ns, run_paths
 from tests.gate.gate_data import invoke
@@ -70,6 +71,19 @@ def names(root: Path, *words: str) -> list[str]:
     done = invoke("runs", "--runs", root, "--json", *words)
     assert done.exit_code == 0, done.output
     return [Path(run["path"]).name for run in json.loads(done.stdout)["runs"]]
+
+
+def test_a_validation_is_named_and_its_runs_can_be_shown(shelf: Path) -> None:
+    """Its own manifest was taken for a damaged run's, also by ``show`` of its directory."""
+    folder = shelf / "validation"
+    (folder / "measured").mkdir(parents=True)
+    for name in (MANIFEST, VALIDATION):
+        (folder / name).write_text("{}")
+    shutil.copytree(shelf / "one", folder / "measured" / "v1")
+    assert listed([shelf]).problems[folder].startswith("a validation; ")
+    assert [run.path.name for run in listed([folder / "measured"]).runs] == ["v1"]
+    assert find_runs([folder]) == [folder / "measured" / "v1"]
+    assert folder not in find_runs([shelf])
 
 
 def test_a_list_names_what_it_leaves_out(shelf: Path) -> None:
@@ -284,6 +298,12 @@ def test_a_search_keeps_of_its_probes_what_it_reads(search: Path) -> None:
     )  # fmt: skip
     assert again.exit_code == 0, again.output
     assert json.loads(again.stdout)[0]["capacity_requests_per_s"] == row["capacity_requests_per_s"]
+
+
+def test_a_search_of_one_probe_has_one_probe(search: Path) -> None:
+    [run] = listed([search]).runs
+    assert replace_struct(run, probes=1).state == "search, 1 probe"
+    assert replace_struct(run, probes=2).state == "search, 2 probes"
 
 
 def test_pruning_probes_leaves_every_run_and_takes_no_other_choice(search: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ebbench.analysis.sensitivity import least_difference
 from ebbench.runs.file import spec_of_file
 from ebbench.runs.store import Measured
 from ebbench.sweep.drive import Finished
-from ebbench.sweep.show import Finding, deciding_metric, findings
+from ebbench.sweep.show import Finding, deciding_metric, findings, unlike_requests
 from tests.sweep.sweep_data import TINY, invoke, spec_file
 
 LIMITED = TINY.replace("[common]", '[common]\ngoodput = "ttft:40 tpot:12"').replace(
@@ -59,6 +60,19 @@ def test_a_gain_within_noise_is_called_equal() -> None:
     _, clear = judged({("v1", 512): [100, 104, 98], ("eb", 512): [121, 125, 118]})
     assert clear.gain_shown
     assert clear.gain == pytest.approx(0.205, abs=0.01)
+
+
+def test_policies_that_got_other_requests_are_named() -> None:
+    """An override gave one of them longer runs, and its gain was shown as any other."""
+
+    def cell(policy: str, seed: int, plan: str) -> Finished:
+        made = entry(policy, 512, seed, 1.0)
+        return replace(made, measured=replace(made.measured, figures={**made.measured.figures, "plan_hash": plan}))
+
+    alike = [cell("v1", 0, "a"), cell("eb", 0, "a"), cell("v1", 1, "b"), cell("eb", 1, "b")]
+    assert unlike_requests(alike, ("policy", "workload", "seed")) == []
+    [told] = unlike_requests([*alike[:3], cell("eb", 1, "c")], ("policy", "workload", "seed"))
+    assert told.startswith("workload=balanced: not all got the same requests")
 
 
 def test_one_seed_leaves_the_noise_unknown() -> None:

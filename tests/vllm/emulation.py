@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import pyarrow as pa
+import pytest
 
 from ebbench.devices.base import Device, StepShape
 from ebbench.devices.costs import cost_grid
@@ -69,6 +70,11 @@ class Traffic:
     max_input: int = 90
     max_output: int = 40
     seed: int = 0
+
+
+def seeds(first: int, end: int) -> list[Any]:
+    """Seeds of random cases from ``first`` to before ``end``; half of them, odd and even, for `make nightly` only."""
+    return [seed if seed % 4 in (0, 3) else pytest.param(seed, marks=pytest.mark.nightly) for seed in range(first, end)]
 
 
 def make_plan(traffic: Traffic) -> Plan:

@@ -20,6 +20,7 @@ from tests.vllm.emulation import (
     random_case,
     run_emulated,
     run_sim,
+    seeds,
 )
 from vllm_eb.policy import least_seqs, parse_policy, policy_types
 
@@ -51,7 +52,7 @@ def random_drafts(seed: int) -> tuple[Plan, str, EngineOptions]:
 
 
 @pytest.mark.parametrize("kind", policy_types())
-@pytest.mark.parametrize("seed", range(500, 510))
+@pytest.mark.parametrize("seed", seeds(500, 510))
 def test_equal_with_drafts_under_every_policy(kind: str, seed: int) -> None:
     plan, _, options = random_drafts(seed)
     policy = draw_policy(kind, seed, options.running_limit, options.max_num_batched_tokens)
@@ -68,7 +69,7 @@ def adaptive(seed: int, options: EngineOptions) -> str:
     return f"{drawn}{',' if ':' in drawn else ':'}draft=adaptive"
 
 
-@pytest.mark.parametrize("seed", range(600, 640))
+@pytest.mark.parametrize("seed", seeds(600, 640))
 def test_equal_with_drafts_whose_length_adapts(seed: int) -> None:
     plan, _, options = random_drafts(seed)
     assert options.drafts is not None
@@ -98,7 +99,7 @@ def max_tokens(plan: Plan) -> int:
     return max(row["input_tokens"] + row["output_tokens"] for row in rows)
 
 
-@pytest.mark.parametrize("seed", range(300, 400))
+@pytest.mark.parametrize("seed", seeds(300, 400))
 def test_equal_with_drafts_under_random_settings(seed: int) -> None:
     plan, policy, options = random_drafts(seed)
     sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)

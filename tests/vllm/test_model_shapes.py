@@ -33,6 +33,7 @@ SET: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {"text_config": {"head_dim": 128}},
     "lfm2": {"full_attn_idxs": [2, 5, 8]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 2, "num_hidden_layers": 6},
+    "longcat_flash": {"zero_expert_num": 0},  # whose class has weights for experts without any
     "minimax_m3_vl_text": {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57},
     "ministral": {"head_dim": 128},
     "nemotron": {"head_dim": 128},

@@ -9,12 +9,12 @@ import pytest
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads.options import PlanOptions
 from ebbench.workloads.planner import make_plan
-from tests.vllm.emulation import DEVICE, as_agents, differences, random_case, run_emulated, run_sim
+from tests.vllm.emulation import DEVICE, as_agents, differences, random_case, run_emulated, run_sim, seeds
 
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.parametrize("seed", range(200, 240))
+@pytest.mark.parametrize("seed", seeds(200, 240))
 def test_equal_with_agents_and_hang_ups(seed: int) -> None:
     plan, policy, options = random_case(seed)
     options = replace(options, long_prefill_token_threshold=0, warmup=seed % 3)
@@ -27,7 +27,7 @@ def test_equal_with_agents_and_hang_ups(seed: int) -> None:
     assert differences(sim, emulated) == []
 
 
-@pytest.mark.parametrize("seed", range(240, 250))
+@pytest.mark.parametrize("seed", seeds(240, 250))
 def test_equal_where_sessions_begin_in_their_middle(seed: int) -> None:
     _, policy, options = random_case(seed)
     policy = "v1" if policy.startswith("eb:k=") else policy

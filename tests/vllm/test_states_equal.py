@@ -17,7 +17,7 @@ from ebbench.engines.emulated import EmulatedEngine
 from ebbench.records.plan import Plan
 from ebbench.spec.server import EngineOptions
 from tests.vllm.drawn_policies import draw_policy
-from tests.vllm.emulation import DEVICE, differences, drafting_device, random_case, run_sim, with_priorities
+from tests.vllm.emulation import DEVICE, differences, drafting_device, random_case, run_sim, seeds, with_priorities
 from tests.vllm.test_drafts_equal import max_tokens, random_drafts
 from vllm_eb.policy import least_seqs, parse_policy, policy_types
 
@@ -56,7 +56,7 @@ def both(plan: Plan, policy: str, options: EngineOptions, device: Device) -> tup
 
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("seed", range(700, 725))
+@pytest.mark.parametrize("seed", seeds(700, 725))
 def test_equal_with_states(seed: int, drafts: bool, caching: bool) -> None:
     case = random_states(seed, drafts=drafts, caching=caching)
     sim, emulated = both(*case)
@@ -85,7 +85,7 @@ def test_equal_with_states_under_every_policy(kind: str, seed: int) -> None:
     assert differences(*both(plan, policy, options, device)) == []
 
 
-@pytest.mark.parametrize("seed", range(750, 758))
+@pytest.mark.parametrize("seed", seeds(750, 758))
 def test_equal_with_states_and_drafts_that_adapt(seed: int) -> None:
     plan, _, options, device = random_states(seed, drafts=True, caching=bool(seed % 2))
     assert options.drafts is not None
