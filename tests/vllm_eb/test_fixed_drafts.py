@@ -44,7 +44,7 @@ def test_drafts_are_counted_by_position() -> None:
     assert verified_drafts(scheduler, step, output, 8) == ([5, 5, 5], [2, 1, 1])
 
 
-def test_a_short_draft_beside_a_request_without_one_is_not_taken_for_full_length() -> None:
+def test_a_short_draft_beside_none_is_not_taken_for_full_length() -> None:
     """Three tokens, two tokens and a single one are as many as two full drafts of two; so are two and three of one."""
     scheduler = SimpleNamespace(num_spec_tokens=2, requests=dict.fromkeys("abc"))
     output = SimpleNamespace(req_ids=list("abc"), sampled_token_ids=[[1, 2, 3], [1, 2], [1]], req_id_to_index={})
