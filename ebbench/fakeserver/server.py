@@ -75,6 +75,8 @@ class ServedConnection(asyncio.Protocol):
         self._received_ns = time.monotonic_ns()
         try:
             self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:  # to HTTP/2, say; as in vLLM's server the body behind the headers is lost
+            self.close()  # after the refusal of an empty body
         except httptools.HttpParserError as error:
             self.send(response(400, error_body(f"not HTTP: {error}", "BadRequestError", 400)))
             self.close()

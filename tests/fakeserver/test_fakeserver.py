@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from unittest.mock import Mock
 
 import httpx
 import msgspec
@@ -14,7 +15,7 @@ import uvloop
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, Fault, parse_fault
 from ebbench.fakeserver.config import KINDS
-from ebbench.fakeserver.server import TICK_NS, TimerWheel
+from ebbench.fakeserver.server import TICK_NS, ServedConnection, TimerWheel
 
 ASK = {"model": "fake-model", "prompt": [1, 2, 3], "max_tokens": 4}
 
@@ -96,6 +97,14 @@ def test_the_fake_server_listens_on_loopback_only_and_survives_garbage() -> None
             raw.sendall(b"\x16\x03\x01 not http\r\n\r\n")
             assert raw.recv(100).startswith(b"HTTP/1.1 400")
         assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
+
+
+def test_a_request_for_another_protocol_raises_nothing() -> None:
+    """Java's client asks for HTTP/2 with its first request; vLLM's server loses the body behind such headers."""
+    router = Mock()
+    connection = ServedConnection(router)
+    connection.data_received(b"POST /v1 HTTP/1.1\r\nContent-Length: 2\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n{}")
+    assert router.handle.call_args.args[1:4] == ("POST", "/v1", b"")
 
 
 def test_a_client_that_hangs_up_is_recorded() -> None:
