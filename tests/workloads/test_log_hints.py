@@ -222,7 +222,7 @@ def test_remarks_above_the_header_are_no_header(remarks: str, tmp_path: Path) ->
     assert plan["input_tokens"].to_pylist() == [10, 30]
 
 
-ODD_CELLS = {
+ODD_CELLS: dict[str, tuple[str, dict[str, list[object]], str]] = {
     "sessions named as libraries write none": (
         "timestamp,session_id,input_tokens,output_tokens\n0.5,nan,7,1\n1.75,nan,7,1\n2.5,null,7,1\n",
         {"session": [0, 1, 2]},
