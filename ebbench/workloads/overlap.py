@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -75,8 +74,7 @@ class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ValueError(f"an overlap needs {_CASES} entries of after and {3 * _CASES} of continues")
 
 
-@dataclass(frozen=True)
-class Starts:
+class Starts(msgspec.Struct, frozen=True):
     """Per later request of the sessions, in order: ``rows``; what it continues (``kind``).
 
     ``running`` when it starts, before any is taken as ended; ``ended`` of these, which make its ``case``.
@@ -192,8 +190,7 @@ def _ranges(running: Int64s) -> Int64s:
     return np.array(tops, np.int64)
 
 
-@dataclass(frozen=True)
-class Session:
+class Session(msgspec.Struct, frozen=True):
     """A session as drawn, by turns: the case of each start, and how many of the running requests had ended at it."""
 
     case: list[int]
@@ -206,15 +203,14 @@ class Session:
         return [2 if case <= _SOME else int(joined) for case, joined in zip(self.case, later, strict=True)]
 
 
-@dataclass
-class Order:
+class Order(msgspec.Struct):
     """Of each turn those that it waits for, what it continues (``kind``), and ``grew_from``: the turn whose prompt and
     answer its prompt holds, -1 where it begins anew.
     """
 
-    after: list[list[int]] = field(default_factory=lambda: [[]])
-    kind: list[int] = field(default_factory=lambda: [MAIN])
-    grew_from: list[int] = field(default_factory=lambda: [-1])
+    after: list[list[int]] = msgspec.field(default_factory=lambda: [[]])
+    kind: list[int] = msgspec.field(default_factory=lambda: [MAIN])
+    grew_from: list[int] = msgspec.field(default_factory=lambda: [-1])
 
 
 def draw_session(overlap: Overlap, turns: int, rng: np.random.Generator) -> Session:
