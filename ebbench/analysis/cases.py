@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 from typing import Any, Literal, TypeVar
 
-from ebbench.analysis.environment import differing_names, usual_options
+from ebbench.analysis.environment import ENVIRONMENT, differing_names, usual_options
 from ebbench.analysis.explain import Explanation, explain
 from ebbench.analysis.metrics import Metrics, Slo
 from ebbench.analysis.summary import Summary, several_phases, summarise
@@ -399,7 +399,8 @@ def _title(conditions: Mapping[str, str], apart: Sequence[str], plan: str, *, co
     for name in apart:
         text = conditions.get(name, "")
         if text and text != "None":
-            shown = f"{int(text):,}" if text.isascii() and text.isdigit() else text
+            is_number = name not in ENVIRONMENT and text.isascii() and text.isdigit()  # a driver or a host is none
+            shown = f"{int(text):,}" if is_number else text
             words.append(f"{NAMES.get(name, name)} {shown}".strip())
         elif complete:
             usual = usual_options().get(name)

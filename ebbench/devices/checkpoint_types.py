@@ -139,6 +139,9 @@ class _Scheme(NamedTuple):
     dtype: _Type
 
 
+_HEAD = "its output layer is quantized, too (lm_head); its size and time are those of 16 bits"
+
+
 def read_types(path: Path, raw: Mapping[str, Any], modules: Iterable[Module]) -> CheckpointTypes:
     """The types of a checkpoint whose config.json is ``raw`` (with its text part merged in).
 
@@ -155,7 +158,8 @@ def read_types(path: Path, raw: Mapping[str, Any], modules: Iterable[Module]) ->
     if method in _INTEGER_METHODS:
         left_out += _left_out_of_integers(config)
     types = _assigned(_Typed.of(path, schemes, left_out, only_experts=method in _EXPERT_METHODS), modules)
-    return replace(types, kv=_kv(path, method, config), notes=(*types.notes, *_of_activations(config, types)))
+    head = (_HEAD,) if method in _INTEGER_METHODS and config.get("lm_head") is True else ()
+    return replace(types, kv=_kv(path, method, config), notes=(*types.notes, *_of_activations(config, types), *head))
 
 
 def _configuration(path: Path, raw: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

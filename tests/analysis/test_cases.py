@@ -67,6 +67,8 @@ def test_runs_of_another_load_or_environment_are_another_case(tmp_path: Path) ->
         assert cases[0].title != cases[1].title
     titles = [case.title for case in comparison_cases([one, unlike[0], other(one, options=options)])]
     assert titles == ["rate 5/s, N = 1,024", "rate 10/s, N = 1,024", "rate 5/s, N = 7"]
+    hosts = [case.title for case in comparison_cases([other(one, host="2024"), other(one, host="2025")])]
+    assert [title.rpartition(" ")[2] for title in hosts] == ["2024", "2025"], "names of machines, no numbers"
 
 
 def test_runs_that_differ_in_seed_are_one_row_and_their_policies_one_case(summary: Summary) -> None:

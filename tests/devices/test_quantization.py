@@ -142,6 +142,12 @@ def test_activations_that_stay_in_16_bits_are_a_caveat(tmp_path: Path, activatio
     assert ("its activations stay in 16 bits" in read_config(path).note) == said
 
 
+@pytest.mark.parametrize("quantized", [True, False])
+def test_a_quantized_output_layer_is_a_caveat(tmp_path: Path, quantized: bool) -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 128, "lm_head": quantized}
+    assert ("lm_head" in read_config(written(tmp_path, quantization_config=config)).note) == quantized
+
+
 @pytest.mark.parametrize(("window", "layers"), [(4096, 36), (32768, 0), (262144, 0)])
 def test_a_window_as_long_as_the_longest_sequence_is_none(tmp_path: Path, window: int, layers: int) -> None:
     model = read_config(written(tmp_path, model_type="mistral", sliding_window=window, max_position_embeddings=32768))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.foreign.hostile import wrong_cases
 
-CASES = {"config": 40, "logs": 50, "toml": 30, "manifest": 25, "parquet": 25, "options": 20}
+CASES = {"config": 70, "logs": 80, "toml": 60, "manifest": 40, "parquet": 50, "options": 20}
 
 
 @pytest.mark.slow

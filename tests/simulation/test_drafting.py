@@ -153,7 +153,7 @@ def test_a_step_with_drafts_costs_less_than_a_step_per_token() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["h200", "rtx-pro-6000"])
-@pytest.mark.parametrize("tokens", [3, *(pytest.param(tokens, marks=pytest.mark.nightly) for tokens in (1, 7))])
+@pytest.mark.parametrize("tokens", [1, 3, 7])
 @pytest.mark.parametrize("rate", [0.3, 0.9])
 def test_the_threshold_of_the_theory_is_within_two_per_cent_of_the_best(gpu: str, tokens: int, rate: float) -> None:
     speculative = parse_speculative(f"method=eagle3,tokens={tokens},acceptance={rate}")
@@ -161,7 +161,7 @@ def test_the_threshold_of_the_theory_is_within_two_per_cent_of_the_best(gpu: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [3, *(pytest.param(tokens, marks=pytest.mark.nightly) for tokens in (1, 5))])
+@pytest.mark.parametrize("tokens", [1, 3, 5])
 def test_the_threshold_is_within_two_per_cent_where_layers_keep_states(tokens: int) -> None:
     """Qwen3.5 with its MTP layer on eight H200; rooflines stand for its recurrent layers."""
     rates = ",".join(map(str, published_acceptance()["qwen3.5-397b-a17b-mtp"][:tokens]))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbench.devices.loader import load_device
@@ -25,7 +25,6 @@ from tests.simulation.worlds import World, worlds
 from vllm_eb.policy import parse_policy
 
 
-@settings(max_examples=40)  # of three runs each
 @given(worlds(), st.integers(1, 9), st.integers(0, 5))
 def test_tables_do_not_depend_on_the_size_of_their_pieces(world: World, fold: int, warmup: int) -> None:
     world = replace(world, options=replace(world.options, warmup=warmup))

@@ -249,9 +249,8 @@ def with_drafts() -> list[Any]:
     """Methods with policies; those that `make test` leaves to `make nightly` are marked."""
     every = [(method, policy) for method in DRAFTERS for policy in (*POLICIES[:5], "deferred:k=8")]
     every += [("eagle", policy) for policy in (*POLICIES[5:], *RIVALS, ADAPTIVE)]
-    often = {("ngram", POLICIES[0]), ("eagle3", POLICIES[1])}
-    often |= {(method, POLICIES[2]) for method in DRAFTERS if method != "eagle3"}
-    often |= {("eagle", policy) for policy in POLICIES[3:5]}
+    often = {("ngram", policy) for policy in POLICIES[:5]} | {("eagle", policy) for policy in POLICIES[2:5]}
+    often |= {(method, policy) for method in DRAFTERS for policy in POLICIES[1:3]}
     return [pytest.param(*pair, marks=[] if pair in often else pytest.mark.nightly) for pair in every]
 
 
@@ -271,9 +270,7 @@ def test_answers_are_those_of_v1_with_drafts(
         assert shorter >= 4
 
 
-@pytest.mark.parametrize(
-    "policy", ["eb:theta=0.3", *(pytest.param(policy, marks=pytest.mark.nightly) for policy in ("v1", "marginal"))]
-)
+@pytest.mark.parametrize("policy", ["v1", "eb:theta=0.3", pytest.param("marginal", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("drafting", [eagle, pytest.param(mtp, marks=pytest.mark.nightly)])
 def test_structured_answers_with_drafts_are_those_without(
     drafting: Callable[..., Drafter], policy: str, tmp_path: Path

@@ -1,4 +1,4 @@
-"""How results of vLLM's own scheduler tests, with and without the plugin, are compared; all: ``make vllm-tests``."""
+"""vLLM's own scheduler tests with the plugin in place of its scheduler: a part of them; all: ``make vllm-tests``."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_after_a_run_that_could_not_be_made_no_other_begins(monkeypatch: pytest.
 
 
 @pytest.mark.vllm
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_the_command_runs_vllms_tests_with_and_without_the_plugin(
     tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
