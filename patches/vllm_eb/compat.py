@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import cache
 from itertools import accumulate, compress, filterfalse
 from operator import not_, sub
@@ -225,17 +225,21 @@ def seldom_drafts(vllm_config: Any) -> bool:
     return drafting_method(vllm_config) == "ngram"
 
 
-def verified_drafts(scheduler: Any, step: Any, output: Any, wanted: int | None) -> tuple[list[int], list[int]]:
+def verified_drafts(
+    scheduler: Any, step: Any, output: Any, wanted: int | None, ended: Set[str]
+) -> tuple[list[int], list[int]]:
     """By position, how many drafts of a step were as long, and how many were accepted that far.
 
     Those of requests that are gone, or that got no token, do not count. Without a draft a request gets one token at
     most, so the numbers of tokens of all requests tell what was accepted. Python code per request would cost as much as
     all else that the plugin does in a step. ``wanted``: decodes of the step that all count as drafts of full length,
-    since those without a draft get one token, too; None: those that have drafts.
+    since those without a draft get one token, too; None: those that have drafts. ``ended``: requests that ended between
+    this step's ``schedule()`` and the last one's; vLLM has at most one later step in flight.
     """
     drafts, sampled, most = step.scheduled_spec_decode_tokens, output.sampled_token_ids, scheduler.num_spec_tokens
-    made, known = bytearray(map(len, sampled)), scheduler.requests.keys()  # bytes are counted fastest
-    gone = set() if drafts.keys() <= known else set(filterfalse(known.__contains__, drafts))
+    made = bytearray(map(len, sampled))  # bytes are counted fastest
+    # A look at those that ended, not at all of the step; an id may have come again.
+    gone = set(filterfalse(scheduler.requests.__contains__, drafts.keys() & (ended | scheduler.finished_req_ids)))
     if 0 in made:  # half-computed prompts, too
         gone |= drafts.keys() & compress(output.req_ids, map(not_, made))
     if wanted is not None:
@@ -304,7 +308,7 @@ METHODS = (
 ATTRIBUTES: tuple[tuple[str, ...], ...] = (
     ("running",), ("waiting",), ("requests",), ("max_num_active_reqs", "max_num_running_reqs"),
     ("deferred_waiting", "skipped_waiting"), ("num_waiting_for_streaming_input",), ("pause_state",), ("block_size",),
-    ("max_model_len",), ("max_num_scheduled_tokens",), ("lora_config",),
+    ("max_model_len",), ("max_num_scheduled_tokens",), ("lora_config",), ("finished_req_ids",),
     ("log_stats",), ("vllm_config",),
     ("kv_cache_manager.block_pool.num_gpu_blocks",),
     ("kv_cache_manager.block_pool.get_num_free_blocks",),
@@ -321,7 +325,7 @@ REQUEST = (
 
 OUTPUT = (
     "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens",
-    "preempted_req_ids",
+    "preempted_req_ids", "finished_req_ids",
 )  # fmt: skip
 """Fields of the result of schedule()."""
 

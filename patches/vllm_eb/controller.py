@@ -13,7 +13,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from operator import gt
 from typing import Any
 
 from vllm_eb.calibration import Calibration
@@ -295,12 +294,6 @@ class Controller:
             return self._queue.order(now_s, prompt_tokens)
         return self._strategy.queue_order(now_s, seen_s, prompt_tokens, oldest)
 
-    def order_stands(self, now_s: float, oldest_s: float, waiting: int, prompt_tokens: int) -> bool:
-        """As :meth:`Strategy.order_stands`; False where the order is not the strategy's."""
-        return self._queue is self._strategy.queue and self._strategy.order_stands(
-            now_s, oldest_s, waiting, prompt_tokens
-        )
-
     @property
     def prompt_tokens_wanted(self) -> int:
         """Up to how many tokens ``View.prompt_tokens`` is to be counted; 0: not at all."""
@@ -341,9 +334,6 @@ class Controller:
         self._records.append(
             Record(view.now_s, view.step_id, kind, reason, phases.mode, phases.phase, common | dict(values))
         )
-
-
-SHORT = 32  # requests
 
 
 class WaitingOrder:
@@ -415,7 +405,7 @@ class WaitingOrder:
                 queue.emptied(now_s)
             elif not self._is_known(waiting):
                 self._order_anew(waiting, now_s)
-            elif not self._stands(now_s):
+            else:
                 self._reorder(now_s)
         return queue.oldest_wait_s(now_s)
 
@@ -466,17 +456,14 @@ class WaitingOrder:
             self._admitted = 0
         return self._known and len(waiting) == self._overdue + len(self._late) + len(self._others)
 
-    def _stands(self, now_s: float) -> bool:
-        """Cheap check that a short queue in arrival order needs no reordering."""
-        seen_s = self._seen_s
-        if not seen_s or len(seen_s) > SHORT or self._overdue or self._late or any(map(gt, seen_s, seen_s[1:])):
-            return False
-        return self._controller.order_stands(now_s, seen_s[0], len(seen_s), sum(self._prompt_tokens))
-
     def _reorder(self, now_s: float) -> None:
         """Order the requests that are not overdue."""
         others, seen_s, prompt_tokens = self._others, self._seen_s, self._prompt_tokens
         places = self._controller.queue_order(now_s, seen_s, prompt_tokens, self._oldest)
+        if places.first == range(len(others)):  # all stay where they are, among themselves
+            if self._first is not None or self._overdue or self._late:
+                self._first, self._ordered, self._oldest_first = len(others), len(others), places.oldest_first
+            return
         if places.overdue:
             self._late += map(others.__getitem__, places.overdue)
             if self._oldest is None:
@@ -490,7 +477,7 @@ class WaitingOrder:
     def _order_anew(self, waiting: deque[Any], now_s: float) -> None:
         """Read the queue, order and arrange it."""
         self.arrange(waiting)
-        queued = self._take_out(waiting)
+        queued, self._first = self._take_out(waiting), 0
         started = [queued_request for queued_request in queued if not self._is_fresh(queued_request)]
         self._others, self._seen_s, self._prompt_tokens = [], [], []
         for request in filter(self._is_fresh, queued):

@@ -134,18 +134,17 @@ class PunctualQueue:
         """See QueueOrder."""
         self._ordered_s, self._first_s = now_s, None
 
-    def stands(self, now_s: float, oldest_s: float, waiting: int, prompt_tokens: int, work: Work) -> bool:
-        """Cheap check that ``waiting`` requests in arrival order need no reordering; False if unknown.
+    def _stands(self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int], work: Work) -> bool:
+        """Cheap check that requests are in arrival order and need no other; False if unknown.
 
-        True if the last of them would be in time even if it were as old as the first, which came at ``oldest_s``. It
-        then counts as an ordering, and costs less. ``prompt_tokens``: of all of them.
+        True if the last of them would be in time even if it were as old as the first.
         """
-        slack_s = self._slack_s(work) - (now_s - oldest_s)
-        needed_s = prompt_tokens * work.prompt_token_s + (waiting - 1) * work.answer_s
-        if needed_s > slack_s * (1.0 - 1e-9):  # sums of other roundings differ by less
+        if not seen_s:
             return False
-        self._ordered_s, self._first_s = now_s, oldest_s
-        return True
+        slack_s = self._slack_s(work) - (now_s - seen_s[0])
+        needed_s = sum(prompt_tokens) * work.prompt_token_s + (len(seen_s) - 1) * work.answer_s
+        # Sums of other roundings differ by less.
+        return needed_s <= slack_s * (1.0 - 1e-9) and all(map(le, seen_s, seen_s[1:]))
 
     def _slack_s(self, work: Work) -> float:
         """Time (s) from the arrival of a request until the computation of its prompt must end."""
@@ -161,9 +160,13 @@ class PunctualQueue:
     ) -> Places:
         """New order as indices into the queue, from arrival times and prompt tokens in queue order.
 
-        ``oldest``: the oldest of the overdue requests that are left out; older than all others.
+        ``oldest``: the oldest of the overdue requests that are left out; older than all others. ``first`` of the order
+        is a range if all requests stay where they are, which is found out cheaply.
         """
         self._ordered_s = now_s
+        if self._stands(now_s, seen_s, prompt_tokens, work):
+            self._first_s = seen_s[0]
+            return Places(range(len(seen_s)), oldest_first=self._turn_of(oldest, now_s))
         latest_s, (token_s, answer_s, _) = self._slack_s(work), work
         by_age = sorted(range(len(seen_s)), key=seen_s.__getitem__)
         overdue = 0
@@ -184,11 +187,11 @@ class PunctualQueue:
         self._first_s = seen_s[first[0]] if len(first) > len(dropped) else None
         if oldest is None and overdue:
             oldest = Waited(seen_s[by_age[0]], prompt_tokens[by_age[0]])
-        return Places(first, by_age[:overdue], late, oldest is not None and self._turn_of(oldest, now_s))
+        return Places(first, by_age[:overdue], late, self._turn_of(oldest, now_s))
 
-    def _turn_of(self, oldest: Waited, now_s: float) -> bool:
+    def _turn_of(self, oldest: Waited | None, now_s: float) -> bool:
         """Whether ``oldest`` is put first now, which it is from time to time so that no request starves."""
-        if now_s - oldest.seen_s < PATIENCE * self._ttft_s:
+        if oldest is None or now_s - oldest.seen_s < PATIENCE * self._ttft_s:
             return False
         if self._turn and self._admitted_tokens:  # the request put first has been admitted
             self._turn = False

@@ -38,6 +38,7 @@ from typing import Literal, NamedTuple
 from vllm_eb.calibration import StepCosts
 from vllm_eb.service import FadingMean
 from vllm_eb.strategy import LONGEST_PERIOD
+from vllm_eb.theory import NO_DRAFTS, Drafts
 
 Way = Literal["decode", "prefill", "mixed"]
 
@@ -51,7 +52,8 @@ class Refill(NamedTuple):
     """A possible refill now.
 
     ``seqs`` requests with ``prompt_tokens`` to compute per request, and ``half_computed`` ones with as many left.
-    ``queued``: more requests wait than fit. ``hazard``: probability per sequence and step that a response ends.
+    ``queued``: more requests wait than fit. ``hazard``: probability per token that a response ends; with ``drafts`` a
+    step makes several.
     """
 
     seqs: float
@@ -59,6 +61,12 @@ class Refill(NamedTuple):
     half_computed: int = 0
     queued: bool = False
     hazard: float = 0.0
+    drafts: Drafts = NO_DRAFTS
+
+    @property
+    def hazard_per_step(self) -> float:
+        """Probability per sequence and step that a response ends."""
+        return self.drafts.per_step(self.hazard)
 
     @property
     def tokens(self) -> float:
@@ -158,12 +166,12 @@ class MarginalRefill:
     def _plan(self, batch: float, context_tokens: float, refill: Refill) -> Way:
         """The way whose best cycle costs least per token, with ``batch`` sequences after each refill."""
 
-        decode_s = self._decode_at(context_tokens)
+        decode_s, hazard = self._decode_at(context_tokens), refill.hazard_per_step
 
         def per_token_s(overhead_s: float, seqs: int) -> float:
             # With a constant hazard h, a batch declines from N to N-k in ln(N/(N-k))/h steps and makes k/h tokens.
-            steps = math.log(batch / (batch - seqs)) / refill.hazard
-            tokens = seqs / refill.hazard
+            steps = math.log(batch / (batch - seqs)) / hazard
+            tokens = seqs / hazard
             return (overhead_s + steps * decode_s(tokens / steps)) / tokens
 
         best: dict[Way, float] = {"prefill": math.inf, "mixed": math.inf}
@@ -481,7 +489,9 @@ class JointRefill:
             self._planned_in = pass_number // PLAN_EVERY_PASSES
             batch = decoding + refill.seqs + refill.half_computed
             share = refill.prompt_tokens / self._step_tokens
-            self.plan = self._best(_Workload(batch, refill.hazard, refill.prompt_tokens, share, context_tokens))
+            self.plan = self._best(
+                _Workload(batch, refill.hazard_per_step, refill.prompt_tokens, share, context_tokens)
+            )
         begins = pass_number % self.plan.period == 0
         if begins:
             # Prompts that end with a step leave none half computed, so what is left of a mixed refill is counted.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from typing import Any
 
@@ -64,6 +64,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
     _resends_tokens = False
     _seldom_drafts = False  # see compat
     _decodes: int | None = None  # sequences that the step decodes, where not all of them have drafts
+    _ended: Set[str] = frozenset()  # requests that ended before the last schedule() and after the one before
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         config = parse_config(vllm_config.additional_config)
@@ -155,7 +156,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             output = super().schedule(*args, **kwargs)
         else:
             output = self._schedule_as_decided(self.controller.decide(view), view, args, kwargs)
-        self._preempted = len(output.preempted_req_ids or ())
+        self._preempted, self._ended = len(output.preempted_req_ids or ()), output.finished_req_ids
         admitted = self._report_admissions(output)
         if self._seldom_drafts:
             scheduled = output.num_scheduled_tokens
@@ -376,7 +377,9 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             self._reports.ended(scheduler_output, self.last_decision, self._prefilling)
         if self.controller is not None and (scheduler_output.scheduled_spec_decode_tokens or self._decodes):
             output = kwargs["model_runner_output"] if "model_runner_output" in kwargs else args[0]
-            self.controller.on_verified(*compat.verified_drafts(self, scheduler_output, output, self._decodes))
+            self.controller.on_verified(
+                *compat.verified_drafts(self, scheduler_output, output, self._decodes, self._ended)
+            )
         return super().update_from_output(scheduler_output, *args, **kwargs)
 
     def shutdown(self) -> None:

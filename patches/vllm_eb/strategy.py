@@ -318,13 +318,6 @@ class Strategy:
         """The next step. None: the controller alternates phases by :meth:`refill_due`."""
         return None
 
-    def order_stands(self, now_s: float, oldest_s: float, waiting: int, prompt_tokens: int) -> bool:
-        """Cheap check that ``waiting`` never-started requests in arrival order need no reordering; False if unknown.
-
-        ``oldest_s``: arrival of the first; ``prompt_tokens``: of all of them. If True, it counts as an ordering.
-        """
-        return False
-
     def queue_order(
         self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int], oldest: Waited | None
     ) -> Places:

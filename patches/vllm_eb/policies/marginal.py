@@ -389,14 +389,14 @@ class MarginalPolicy(Strategy):
 
     def possible_refill(self, view: View, slots: int) -> Refill:
         """A refill of ``slots`` prompts with the mean lengths."""
-        hazard = min(1.0 / self._answers.mean if self._joint is None else self._joint.hazard, 1.0)
         return Refill(
             seqs=slots,
             # KV blocks received from a prefill instance leave nothing to compute.
             prompt_tokens=max(self.lengths.mu_new, 1.0),
             half_computed=view.prefilling,
             queued=view.waiting > slots,
-            hazard=self._drafts_of(view.decoding).per_step(hazard),
+            hazard=min(1.0 / self._answers.mean if self._joint is None else self._joint.hazard, 1.0),
+            drafts=self._drafts_of(view.decoding),
         )
 
     def _drafts_of(self, seqs: int) -> Drafts:
@@ -482,11 +482,6 @@ class MarginalPolicy(Strategy):
             mu_o=self._answers.mean,
             per_step=self._drafts_of(self._batch).tokens_per_step,
         )
-
-    def order_stands(self, now_s: float, oldest_s: float, waiting: int, prompt_tokens: int) -> bool:
-        """See Strategy."""
-        assert self._punctual is not None
-        return self._punctual.stands(now_s, oldest_s, waiting, prompt_tokens, self._work())
 
     def queue_order(
         self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int], oldest: Waited | None
