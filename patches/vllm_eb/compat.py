@@ -17,7 +17,7 @@ import math
 from collections import deque
 from collections.abc import Sequence, Set
 from functools import cache
-from itertools import accumulate, compress, filterfalse
+from itertools import compress, filterfalse
 from operator import not_, sub
 from typing import Any
 
@@ -257,7 +257,12 @@ def verified_drafts(
 
 def _at_least(sizes: bytearray, first: int, last: int) -> list[int]:
     """How many are as large as ``first`` or larger, and so on up to ``last``."""
-    return list(accumulate(map(sizes.count, range(last, first - 1, -1))))[::-1]
+    more, counts = 0, []
+    for size in range(last, first - 1, -1):
+        more += sizes.count(size)
+        counts.append(more)
+    counts.reverse()
+    return counts
 
 
 def refuse_fixed_drafts(scheduler: Any) -> None:

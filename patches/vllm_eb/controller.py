@@ -347,7 +347,7 @@ class WaitingOrder:
     """
 
     def __init__(self, controller: Controller) -> None:
-        self._controller = controller
+        self._controller, self._queue = controller, controller.queue
         self.arrived_s: dict[str, float] = {}
         # Requests that were not overdue at the last ordering, in its order, then those that have come since.
         self._others: list[Any] = []
@@ -398,7 +398,7 @@ class WaitingOrder:
 
     def order(self, waiting: deque[Any], now_s: float) -> float:
         """Find a new order if due; returns the waiting time (s) of the oldest request that can meet its target."""
-        queue = self._controller.queue
+        queue = self._queue
         if queue.due(now_s):
             if not waiting:
                 self._empty()

@@ -94,7 +94,8 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         self._passes = PassCount(interval) if ranks > 1 else None
         self.controller = self._make_controller(config, ranks, interval)
         self._prompt_tokens_wanted = 0 if self.controller is None else self.controller.prompt_tokens_wanted
-        if self.controller is not None and self.controller.draft_lengths is not None:
+        self._varies_drafts = self.controller is not None and self.controller.draft_lengths is not None
+        if self._varies_drafts:
             compat.refuse_fixed_drafts(self)
         elif self.controller is not None:
             self._seldom_drafts = compat.seldom_drafts(vllm_config)
@@ -223,9 +224,9 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
 
     def _schedule_as_decided(self, decision: Decision, view: View, args: Any, kwargs: Any) -> Any:
         self.last_decision = decision
-        lengths = None if self.controller is None else self.controller.draft_lengths
-        if lengths is not None:
-            self.dynamic_sd_lookup = lengths  # vLLM's own, by the sequences of the step
+        if self._varies_drafts:
+            assert self.controller is not None
+            self.dynamic_sd_lookup = self.controller.draft_lengths  # vLLM's own, by the sequences of the step
         if decision.token_budget is None:
             return self._phase_step(decision, view, args, kwargs)
         usual: int = self.max_num_scheduled_tokens

@@ -73,7 +73,7 @@ class AnswerLength:
         """Record further tokens of a step, drafted ones: how many sequences got one or more, two or more, ..."""
         tokens = sum(by_position)
         self._drafted = True
-        self._oldest += sum(map(bool, by_position))
+        self._oldest += len(by_position) - by_position.count(0)
         self.running_tokens += tokens
         self._open_tokens += tokens
         self._long.tokens += tokens

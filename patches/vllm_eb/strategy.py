@@ -115,6 +115,8 @@ class Lengths:
         self.mu_new = INITIAL_MU_L
         self._prompts = self._updates = 0
         self._answers = self._answer_tokens = 0  # since the last update
+        self.update_due = False
+        """Whether ``update_every`` completions have occurred since the last update."""
 
     def on_prompt(self, input_tokens: int, cached_tokens: int = 0) -> None:
         """Record the first admission of a prompt of ``input_tokens``, of which ``cached_tokens`` are cached."""
@@ -128,16 +130,12 @@ class Lengths:
         too."""
         self._answers += 1
         self._answer_tokens += output_tokens
+        self.update_due = self._answers >= self._update_every
 
     def on_verified(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Record, by position, how many drafts of a step were as long, and how many were accepted that far."""
         self._drafted = list(map(add, self._drafted, drafted))
         self._accepted = list(map(add, self._accepted, accepted))
-
-    @property
-    def update_due(self) -> bool:
-        """Whether ``update_every`` completions have occurred since the last update."""
-        return self._answers >= self._update_every
 
     def update(self) -> None:
         """Update ``mu_o`` with the outputs since the last update, and the acceptance with the drafts since then."""
@@ -145,6 +143,7 @@ class Lengths:
         self.mu_o += weight * (self._answer_tokens / self._answers - self.mu_o)
         self._updates += 1
         self._answers = self._answer_tokens = 0
+        self.update_due = False
         if any(self._drafted):
             self.drafts = replace(self.drafts, acceptance=tuple(self._rates()))
             if self._drafted[0] > DRAFTS_REMEMBERED:

@@ -274,7 +274,7 @@ class MarginalPolicy(Strategy):
             refill = phases.refill(view)
             if not self._cheaper_mixed(view, refill):
                 return StepChoice("prefill", "eb", token_budget=self._refill_budget())
-            self._took("mixed", view)
+            self._took("mixed", view, self._mean_context(view))
             budget = self._token_budget(view, "mixed", refill)
             return StepChoice("mixed", "mb", "mixed_costs_less", refill, token_budget=budget)
         refill = phases.refill(view)
@@ -364,15 +364,15 @@ class MarginalPolicy(Strategy):
                 choice = choice._replace(way="decode")
             elif self._fills_passes and choice.way == "prefill":
                 choice = choice._replace(way="mixed")
-        self._took(choice.way, view, refill if choice.way == "decode" else 0)
+        self._took(choice.way, view, context_tokens, refill if choice.way == "decode" else 0)
         return choice
 
-    def _took(self, way: Way, view: View, left_out: int = 0) -> None:
+    def _took(self, way: Way, view: View, context_tokens: float, left_out: int = 0) -> None:
         """Count the step that was chosen, ``left_out``: requests that could be in it."""
         if way != "decode":
             self._refills.refilled()
         if way != "prefill":
-            self._refills.decoded(view.decoding, self._mean_context(view), left_out)
+            self._refills.decoded(view.decoding, context_tokens, left_out)
             self._answers.decoded(view.decoding)
 
     @property
