@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ebbench.devices import library
-from ebbench.devices.base import Parallel, StepShape
+from ebbench.devices.base import Parallel, StepShape, start_up
+from ebbench.devices.capacity import reserve_bytes
 from ebbench.devices.costs import TableCost
 from ebbench.devices.geometry import KvGroup, KvLayout, Mixer, ModelGeometry, Page, kv_layout
 from ebbench.devices.loader import load_device
@@ -95,6 +97,21 @@ def test_a_group_of_pages_that_occur_unevenly_is_not_divided() -> None:
     assert layout == KvLayout(
         (KvGroup(1, 64), KvGroup(2, 16, window=32), KvGroup(1, 4, window=8)), 12 * 4096 + 3 * 512, 32_768, 512
     )
+
+
+def test_what_is_set_aside_at_the_start_grows_with_the_longest_sequence(tmp_path: Path) -> None:
+    """As vLLM 0.32 reserves it: keys of four prompts in 16 bits, places of keys compressed 128 times, an index's
+    scores; or, of shorter ones, an index's keys."""
+    model, start = read(tmp_path, FLASH), start_up("0.32")
+
+    def aside(positions: int, tp: int = 4) -> int:
+        return reserve_bytes(replace(model, positions=positions), start, 1024, 8192, parallel=Parallel(tp=tp))
+
+    assert aside(1 << 20) - aside(1 << 19) == 4 * (1 << 17) * 1024 + 2 * 8192 * 4096 * 4
+    assert aside(1 << 18) - aside(1 << 17) == 10 * (1 << 17) * 132 + 2 * 8192 * 1024 * 4
+    assert aside(1 << 20) > (4 * (1 << 18) * 1024) + 2 * 8192 * 8192 * 4 + (512 << 20) + 8192 * 2 * 64 * 512 * 2
+    # Queries of 64 heads, whatever part of them a GPU has.
+    assert aside(1 << 20, 4) - aside(1 << 20, 8) == 8192 * 3 * 6 * 2048 // 8 * 2
 
 
 def test_bytes_of_a_sequence(tmp_path: Path) -> None:
