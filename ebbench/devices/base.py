@@ -234,6 +234,8 @@ def quantised(model: ModelGeometry, quantization: str | None, kv_cache_dtype: st
     kv = {"fp8_e4m3": "fp8", "auto": model.kv_dtype}.get(kv_cache_dtype, kv_cache_dtype)
     if kv not in WEIGHT_BITS or kv not in KV_DTYPES:
         raise UnknownNameError("KV cache dtype", kv_cache_dtype, KV_DTYPES)
+    if model.own_pages and kv != model.kv_dtype:
+        raise UsageError(f"{model.name} keeps its KV cache in a format of {model.kv_dtype} alone; leave out {kv}")
     if quantization is None or model.weight_dtype.startswith(quantization):
         return replace(model, kv_dtype=kv)
     if not replace(model, kv_dtype="bfloat16").plain:

@@ -13,6 +13,7 @@ from ebbench.devices.geometry import (
     CHUNKS_SINCE,
     SETTLED_SINCE,
     STATE_BLOCKS,
+    UNSTATED_POSITIONS,
     KvLayout,
     ModelGeometry,
     kv_layout,
@@ -127,6 +128,10 @@ def reserve_bytes(
     inner = max(inner, model.dense_intermediate)
     widest = max(mixer.products[0].columns for mixer in model.mixers)
     per_token = (3 * inner + widest) / parallel.tp + 4 * model.hidden
+    workspace = 0
+    if model.own_pages:
+        per_token = 3 * inner / parallel.tp + 4 * model.hidden + _beside_compressed(model, parallel)
+        workspace = _compressed_workspace(model, tokens)
     trial = start.experts if model.experts else start.dense
     step, sampled = tokens * per_token * model.dtype_bytes, seqs * model.vocab * trial.logit_bytes
     collectives = 0 if parallel.single else COLLECTIVE_BYTES
@@ -135,7 +140,28 @@ def reserve_bytes(
     trial_bytes = (
         step + sampled if trial.at_once else max(step, tokens * model.hidden * model.dtype_bytes + sampled, head)
     )
-    return int(collectives + graphs + trial_bytes)
+    return int(collectives + graphs + trial_bytes + workspace)
+
+
+_PADDED_HEADS = 64
+_LOGITS_BYTES = 512 << 20
+
+
+def _beside_compressed(model: ModelGeometry, parallel: Parallel) -> int:
+    """Elements per token that DeepSeek-V4's layers hold at once: queries and their result for 64 heads at least on
+    every GPU, and the streams of hidden states before and after a layer (vLLM 0.32, ``models/deepseek_v4``)."""
+    heads = max(model.heads // parallel.tp, _PADDED_HEADS)
+    return 2 * heads * model.head_dim + 2 * model.streams * model.hidden
+
+
+def _compressed_workspace(model: ModelGeometry, tokens: int) -> int:
+    """Bytes by the longest sequence: the larger of the keys that four prompts gather in 16 bits, and of an index's for
+    several (``flashmla.py``, ``indexer.py``); places of keys compressed 128 times for decodes and prompts; an index's
+    scores."""
+    longest = model.positions or UNSTATED_POSITIONS
+    gathered = 4 * (longest // 4 + 128 + tokens) * model.head_dim * 2
+    indexed = 8 * (5 if longest <= 1 << 18 else 2) * longest // 4 * 132
+    return max(gathered, indexed) + 2 * tokens * (longest // 128) * 4 + _LOGITS_BYTES
 
 
 GIB = 1 << 30

@@ -149,9 +149,11 @@ def read_types(path: Path, raw: Mapping[str, Any], modules: Iterable[Module]) ->
     here.
     """
     place, config = _configuration(path, raw)
-    if not config:
+    if not config and raw.get("model_type") != DEEPSEEK_V4:
         return CheckpointTypes()
     method = _method(config)
+    if raw.get("model_type") == DEEPSEEK_V4:
+        return _of_deepseek_v4(path, raw, config)
     if method in _GONE:
         raise InputFileError(path, f"{place}: vLLM 0.32 does not read weights by {method}")
     schemes, left_out = _schemes(path, place, method, config)
@@ -160,6 +162,28 @@ def read_types(path: Path, raw: Mapping[str, Any], modules: Iterable[Module]) ->
     types = _assigned(_Typed.of(path, schemes, left_out, only_experts=method in _EXPERT_METHODS), modules)
     head = (_HEAD,) if method in _INTEGER_METHODS and config.get("lm_head") is True else ()
     return replace(types, kv=_kv(path, method, config), notes=(*types.notes, *_of_activations(config, types), *head))
+
+
+DEEPSEEK_V4 = "deepseek_v4"
+
+
+def _of_deepseek_v4(path: Path, raw: Mapping[str, Any], config: Mapping[str, Any]) -> CheckpointTypes:
+    """vLLM's ``DeepseekV4FP8Config``: blocks in FP8 whatever the configuration leaves out, experts by ``expert_dtype``,
+    and the KV cache in a format of its own.
+
+    Its product after attention is in FP8 alone, and other methods are not read here.
+    """
+    block, experts = config.get("weight_block_size"), str(raw.get("expert_dtype") or "fp4")
+    if experts == "fp4" and str(config.get("moe_quant_algo") or "").upper() == "NVFP4":
+        experts = "nvfp4"
+    dtype = {"fp4": "w4a16_mxfp4", "fp8": "fp8_block", "nvfp4": "nvfp4"}.get(experts)
+    if _method(config) != "fp8" or block != [128, 128] or dtype is None:
+        raise InputFileError(
+            path,
+            "quantization_config of deepseek_v4 is read with quant_method fp8, weight_block_size [128, 128] and "
+            f"expert_dtype fp4 or fp8, not {_method(config) or 'none'}, {block!r} and {experts}",
+        )
+    return CheckpointTypes("fp8_block", "fp8_block", dtype, kv="fp8")
 
 
 def _configuration(path: Path, raw: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

@@ -117,6 +117,7 @@ def roofline_cost(
     profile: DeviceProfile, model: ModelGeometry, host: HostCosts, *, overlap: bool = False
 ) -> RooflineCost:
     """Build the cost model from the profile's data-sheet rates and the model's shape."""
+    _refuse_compressed(profile, model)
     experts = model.expert_layers * model.experts * model.expert_params
     total = model.layer_params
     attention = tuple(
@@ -146,6 +147,17 @@ def roofline_cost(
         bytes_per_s=profile.bandwidth_bytes_per_s * BANDWIDTH_SHARE,
         host=host,
     )
+
+
+def _refuse_compressed(profile: DeviceProfile, model: ModelGeometry) -> None:
+    """Raise UsageError for a model with compressed keys where its kernels were not measured: they have no formula."""
+    if any(mixer.kind == "compressed" for mixer in model.mixers):
+        hints = "".join(f"; {hint}" for hint in library.hint(profile))
+        raise UsageError(
+            f"{model.name} attends to compressed keys (CSA, HCA), whose kernels were not measured on {profile.name} in "
+            "this shape, and there is no formula for them; they were on h100, h200, b200, b300, gb200 and gb300, with "
+            f"tp 1, 2, 4 and 8, of DeepSeek-V4-Flash and -Pro{hints}"
+        )
 
 
 SOURCE = "weifang231/eb-vllm (Apache-2.0), calibration of Zhang et al., ICML 2026"
@@ -555,6 +567,7 @@ def _mixing(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, host:
         elif mixer.measured_alike:
             return None
         else:
+            _refuse_compressed(profile, model)
             raw = estimated_surfaces(profile, mixer, part.kv_dtype_bytes)
             warnings += [not_measured(mixer, part.layers, profile.name), *library.hint(profile)]
         window = 0 if rows is not None and rows.module else mixer.window

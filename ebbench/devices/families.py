@@ -17,6 +17,7 @@ from ebbench.devices.mixer_rules import (
     Rule,
     block_index,
     block_sparse,
+    compressed,
     delta,
     factored,
     gated_latent,
@@ -30,7 +31,9 @@ from ebbench.devices.mixer_rules import (
     short_conv,
     softmax,
 )
+from ebbench.errors import InputFileError
 
+_BY_RATIO = {0: "window_alone", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
 FULL, WINDOW, CHUNK, LINEAR, CONV, SPARSE = (
     "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "sparse_attention",
 )  # fmt: skip
@@ -50,9 +53,10 @@ class Family:
     ``dense_width``, ``shared_width``: keys of the width of a dense MLP, and of what every token passes beside its
     experts, if not the usual ones. ``width``: the MLP's width, if not what a key says. ``mlp_matrices``: 3 with a gate,
     2 without. ``one_each``: a layer is attention or MLP, not both. ``tied``: whether embeddings are tied where the
-    config does not say. ``wide_router``: vLLM chooses experts in 32 bits. ``others``: parameters outside layers,
-    embeddings and head. ``modules``: names of the parts of a layer. ``understood``: keys that change nothing here.
-    ``note``: a caveat that its results carry.
+    config does not say. ``streams``: the key of the number of streams of hidden states whose mixing has times.
+    ``wide_router``: vLLM chooses experts in 32 bits. ``others``: parameters outside layers, embeddings and head.
+    ``modules``: names of the parts of a layer. ``understood``: keys that change nothing here. ``note``: a caveat that
+    its results carry.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -69,6 +73,7 @@ class Family:
     joint_norms: bool = False
     wide_router: bool = False
     norms: int = 2
+    streams: str = ""
     others: Callable[[ConfigValues], int] | None = None
     modules: ModuleNames = field(default_factory=ModuleNames)
     understood: tuple[str, ...] = ()
@@ -166,6 +171,16 @@ def _kimi(v: ConfigValues, layers: int) -> Kinds:
     return [FULL if layer + 1 in full else LINEAR for layer in range(layers)]
 
 
+def _compressed(v: ConfigValues, layers: int) -> Kinds:
+    """DeepSeek-V4: how many tokens make one key in every layer, after which those of its MTP modules may stand."""
+    if v.get("vision_n_layers"):
+        raise InputFileError(v.path, "vision_n_layers: the model's encoder and its attention to images are not read")
+    ratios = (v.listed("compress_ratios") or [])[:layers]
+    if len(ratios) < layers or 4 not in ratios or not all(ratio in (0, 1, 4, 128) for ratio in ratios):
+        raise InputFileError(v.path, "compress_ratios must say 0, 4 or 128 for every layer, and 4 for one at least")
+    return [_BY_RATIO[0 if ratio == 1 else ratio] for ratio in ratios]
+
+
 def _all(kind: str) -> Pattern:
     return lambda v, layers: [kind] * layers
 
@@ -240,6 +255,12 @@ QWEN3_NEXT = Family(defaults=_DELTA_DEFAULTS, layers=_DELTA, experts=True, qk_no
                     understood=("attn_output_gate",))  # fmt: skip
 DEEPSEEK = Family(layers=_LATENT, experts=True)
 DSA = replace(DEEPSEEK, layers={FULL: (latent, index)}, understood=_NOT_SPARSE, defaults={"first_k_dense_replace": 3})
+DEEPSEEK_V4 = Family(
+    layers={kind: (compressed(every),) for every, kind in _BY_RATIO.items()}, experts=True, pattern=_compressed,
+    streams="hc_mult", understood=("num_hash_layers", "expert_dtype"),
+    note="its KV cache is as vLLM 0.28 to 0.32 lay it out (0.22 took 5 % more); two public servers had 4 to 6 GiB less "
+         "of it per GPU than estimated here (--num-kv-blocks takes what vLLM says)",
+)  # fmt: skip
 _BLOCK_SPARSE_MOE = ModuleNames(experts="block_sparse_moe.experts")
 MINIMAX_M3 = Family(
     modules=ModuleNames(mlp="block_sparse_moe", experts="block_sparse_moe.experts"),
@@ -446,6 +467,7 @@ FAMILIES: Mapping[str, Family] = {
              "to wait for them",
     ),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), DSA),
+    "deepseek_v4": DEEPSEEK_V4,
     "hy_v4": replace(
         DSA, layers={FULL: (gated_latent, index)}, defaults={"first_k_dense_replace": 1, "index_topk_freq": 4},
         note=_STREAMS,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 # Layers that mix tokens: attention of several kinds, and what stands in its place, with weights, cache and slices.
 
-KINDS = ("full", "window", "chunk", "sparse", "latent", "index", "state")
+KINDS = ("full", "window", "chunk", "sparse", "latent", "index", "state", "compressed")
 BY_COLUMNS, BY_ROWS, WHOLE = "columns", "rows", "whole"
 
 
@@ -37,6 +37,16 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Page:
+    """A cache of one layer whose blocks hold ``tokens`` tokens in ``size`` bytes, padding included; ``window``: tokens
+    that it keeps, 0 is all."""
+
+    size: int
+    tokens: int
+    window: int = 0
+
+
+@dataclass(frozen=True)
 class Mixer:
     """``layers`` equal layers of one kind.
 
@@ -44,12 +54,14 @@ class Mixer:
     to those in its piece of ``window`` tokens. ``sparse``: all are kept, ``window`` of them are read. ``latent``: all
     heads share ``latent`` elements and a rotary part per token (MLA). ``index``: the keys by which sparse layers choose
     (of ``heads`` and ``key_dim``). ``state``: a state of fixed size per sequence (Mamba, linear attention, short
-    convolutions).
+    convolutions). ``compressed``: to the last ``window`` tokens and to one key for every ``every`` tokens before, or to
+    no more where ``every`` is 0 (DeepSeek-V4).
 
     ``cached``: elements of the KV cache per token and layer, in the cache's type; ``cached_fp8_bytes``: bytes instead
     of these where an FP8 cache has a format of its own; ``cached_bytes``: further bytes, in no type that a server
     chooses; ``state_bytes``: bytes per sequence; ``draft_bytes``: further bytes of a state per drafted token (inputs of
-    its convolution), 0 where drafts are not verified with it. ``reads``: elements that a query reads per token before
+    its convolution), 0 where drafts are not verified with it. ``pages``: the layer's caches instead of all these, where
+    they have blocks of their own. ``reads``: elements that a query reads per token before
     it (of a layer that uses another layer's cache, too). ``others``: parameters outside ``products``, in 16 bits.
     ``sizes``: of a gated delta rule, numbers and widths of its heads by the names of the kernels' arguments.
     """
@@ -68,6 +80,8 @@ class Mixer:
     state_bytes: int = 0
     draft_bytes: int = 0
     reads: int = 0
+    every: int = 0
+    pages: tuple[Page, ...] = ()
     products: tuple[Product, ...] = ()
     others: int = 0
     sizes: tuple[tuple[str, int], ...] = ()
@@ -88,7 +102,9 @@ class Mixer:
         return (self.key_dim + self.value_dim) // 2
 
     def bytes_per_token(self, element_bytes: float) -> float:
-        """Bytes of the cache per token that one layer keeps."""
+        """Bytes of the cache per token that one layer keeps; of ``pages``, of all tokens."""
+        if self.pages:
+            return sum(page.size / page.tokens for page in self.pages if not page.window)
         own_format = self.cached_fp8_bytes if element_bytes == 1 else 0
         return (own_format or self.cached * element_bytes) + self.cached_bytes
 
@@ -178,7 +194,8 @@ class ModelGeometry:
     tokens. ``own_mixers``: the layers by kind of attention, where they are not all described by ``heads``,
     ``kv_heads``, ``head_dim`` and the window. ``other_params``: further parameters in 16 bits (embeddings per layer or
     of positions); ``other_bytes``: by which weights of another type than most of their kind differ; ``encoder_bytes``:
-    of weights that read images or sound. ``norms``: norms of the hidden size per layer. ``qk_norm``: queries and keys
+    of weights that read images or sound. ``norms``: norms of the hidden size per layer. ``streams``: of
+    hidden states that its layers mix (manifold-constrained hyper-connections), 0 is one. ``qk_norm``: queries and keys
     are normed, ``joint_norms``: over the heads of all GPUs. ``dtype_bytes``: bytes per element of activations,
     embeddings and head.
     ``weight_dtype``: type of the projections in the layers; ``attention_dtype``: of those of attention ("": as the
@@ -202,6 +219,7 @@ class ModelGeometry:
     qk_norm: bool = False
     joint_norms: bool = False
     norms: int = 2
+    streams: int = 0
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
@@ -244,6 +262,11 @@ class ModelGeometry:
     def windows(self) -> tuple[Mixer, ...]:
         """Layers that keep no more than a window of every sequence, or than a chunk."""
         return tuple(mixer for mixer in self.mixers if mixer.kind in ("window", "chunk") and mixer.cached)
+
+    @property
+    def own_pages(self) -> tuple[tuple[int, Page], ...]:
+        """Caches with blocks of their own, with the numbers of layers that have them."""
+        return tuple((mixer.layers, page) for mixer in self.mixers for page in mixer.pages)
 
     @property
     def dtype_of_experts(self) -> str:
@@ -405,7 +428,8 @@ class ModelGeometry:
         for mixer in self.mixers:
             length = min(tokens, mixer.window) if mixer.kind in ("window", "chunk") else tokens
             kept += mixer.layers * length * mixer.bytes_per_token(self.kv_dtype_bytes)
-        return kept
+        windows = ((layers, page) for layers, page in self.own_pages if page.window)
+        return kept + sum(layers * min(tokens, page.window) * page.size / page.tokens for layers, page in windows)
 
 
 Ints = npt.NDArray[np.int64]
@@ -465,15 +489,19 @@ class KvGroup:
 
     def first(self, tokens: int, in_flight: int) -> int:
         """Blocks that vLLM wants free to admit a sequence of ``tokens``: a later state's block is not among them."""
-        return self.tables * (1 + self.drafts) if self.by_block else self.most(tokens, in_flight)
+        if self.by_block:
+            return self.tables * (1 + self.drafts)
+        most = self.most(tokens, in_flight)
+        return min(most, self.tables * -(-tokens // self.block_tokens)) if self.window else most
 
     def most(self, tokens: int, in_flight: int) -> int:
-        """Blocks that a sequence of ``tokens`` needs at most, with ``in_flight`` tokens scheduled at once."""
+        """Blocks that vLLM reckons with for a longest sequence of ``tokens``, with ``in_flight`` tokens scheduled at
+        once: a window has one more, even where it is longer than the sequence."""
         if self.per_sequence:
             return self.tables * self.per_sequence
         blocks = -(-tokens // self.block_tokens)
         if self.window:
-            blocks = min(blocks, -(-min(self.window - 1 + in_flight, tokens) // self.block_tokens) + 1)
+            blocks = -(-min(self.window - 1 + in_flight, tokens) // self.block_tokens) + 1
         if self.chunk:
             blocks = min(blocks, -(-min(self.chunk + in_flight, tokens) // self.block_tokens))
         return self.tables * blocks
@@ -550,6 +578,8 @@ def kv_layout(
     ``chunks``: whether layers that attend within chunks keep only the last one; ``state_blocks``: of a state's group
     and sequence, to which each of ``drafts`` drafted tokens adds one.
     """
+    if model.own_pages:
+        return _packed(model, in_flight)
     element = model.kv_dtype_bytes
     kept = [mixer for mixer in model.mixers if mixer.cached or mixer.cached_bytes]
     states = [mixer for mixer in model.mixers if mixer.state_bytes]
@@ -572,6 +602,31 @@ def kv_layout(
     per_sequence = state_blocks + drafts
     groups += [KvGroup(-(-mixer.layers // size), tokens, per_sequence=per_sequence, drafts=drafts) for mixer in states]
     return KvLayout(tuple(groups), int(size * page), model.positions or UNSTATED_POSITIONS, in_flight)
+
+
+def _packed(model: ModelGeometry, in_flight: int) -> KvLayout:
+    """Pages of several sizes side by side in one block of the pool (vLLM 0.32, ``_get_packed_kv_cache_groups``).
+
+    Caches with as many tokens per block and the same window lie together. Such a group is divided among several block
+    tables where every size of page has as many layers: into parts with the number of layers that pads least, but no
+    fewer than a group of several sizes has. A block has the bytes of the widest part.
+    """
+    by_block: dict[tuple[int, int], dict[int, int]] = {}
+    for layers, page in model.own_pages:
+        sizes = by_block.setdefault((page.tokens, page.window), {})
+        sizes[page.size] = sizes.get(page.size, 0) + layers
+    even = [sizes for sizes in by_block.values() if len(set(sizes.values())) == 1]
+    counts = [max(sizes.values()) for sizes in even]
+    least = max((max(sizes.values()) for sizes in even if len(sizes) > 1), default=max(counts, default=1))
+    candidates = range(least, max(counts, default=least) + 1)
+    part = min(candidates, key=lambda size: (sum(-count % size for count in counts), -size))
+    groups, widest = [], 0
+    for (tokens, window), sizes in by_block.items():
+        tables = -(-max(sizes.values()) // part) if sizes in even else 1
+        widest = max(widest, sum(-(-layers // tables) * size for size, layers in sizes.items()))
+        groups.append(KvGroup(tables, tokens, window))
+    groups.sort(key=lambda group: bool(group.window))
+    return KvLayout(tuple(groups), widest, model.positions or UNSTATED_POSITIONS, in_flight)
 
 
 def _window(mixer: Mixer) -> int:

@@ -340,7 +340,9 @@ def step_arrays(
         )
         warnings += unmeasured
     joined = _collectives(profile, model, shape, tokens, eager)
-    work = _Work(profile, part, products, tokens, whole, vllm)
+    streams = library.streams(profile, model) if model.streams else None
+    notes += () if streams is None else ((f"{model.streams} streams of hidden states", streams.origin),)
+    work = _Work(profile, part, products, tokens, whole, vllm, streams)
     dense = work.layers(experts if shape.dp == 1 else None) + 3 * KERNEL_S + joined.unit
     dense[0] = 0.0
     return StepArrays(
@@ -362,6 +364,7 @@ class _Work(NamedTuple):
     tokens: Array
     whole: frozenset[str] = frozenset()
     vllm: str = DEFAULT_VLLM
+    streams: library.Curve | None = None
 
     def layers(self, experts: Array | None) -> Array:
         """Time (s) of all layers, with the time of one layer's ``experts`` if given."""
@@ -384,7 +387,8 @@ class _Work(NamedTuple):
                 beside = beside + self._products_s(ways, part.weight_dtype)
             total += part.expert_layers * (beside if experts is None else beside + experts)
         norms = _small_kernel(self.profile, "layernorm", part.norms * part.hidden, self.tokens, part.norms)
-        return total + part.layers * norms
+        total += part.layers * norms
+        return total if self.streams is None else total + part.layers * _continued(self.tokens, *self.streams[:2])
 
     def _products_s(self, products: Sequence[Product], dtype: str) -> Array:
         total = np.zeros(MAX_TOKENS + 1)

@@ -285,6 +285,8 @@ def mixer_rows(profile: DeviceProfile, model: ModelGeometry, mixer: Mixer, part:
     were not measured."""
     if part.sizes:
         return _delta_rows(profile, model, part)
+    if mixer.kind == "compressed":
+        return _compressed_rows(profile, model, mixer, part) if is_module(model, mixer) else None
     if is_module(model, mixer):
         types = dict.fromkeys((*PRODUCTS.get(model.dtype_of_attention, ())[:1], "bfloat16"))
 
@@ -308,6 +310,8 @@ def is_module(model: ModelGeometry, mixer: Mixer) -> bool:
     shape = (model.hidden, mixer.heads)
     if mixer.kind == "latent":
         return shape in (_SPARSE_LATENT if mixer.window else _LATENT)
+    if mixer.kind == "compressed":
+        return (*shape, model.dtype_of_attention) in _COMPRESSED
     return mixer.kind == "sparse" and shape == _BLOCK_SPARSE
 
 
@@ -321,7 +325,30 @@ def _op(kind: str, described: Mapping[str, Any]) -> dict[str, Any]:
 _SPARSE_LATENT = {(7168, 128): "DeepseekV32ForCausalLM", (6144, 64): "GlmMoeDsaForCausalLM"}
 _LATENT = ((7168, 128), (7168, 64))
 _BLOCK_SPARSE = (6144, 64)
+_COMPRESSED = ((4096, 64, "fp8_block"), (7168, 128, "fp8_block"))
 """Hidden size and heads of the models whose attention was measured as a whole, projections and all."""
+_OF_V4 = {"architecture": "DeepseekV4ForCausalLM"}
+
+
+def _compressed_rows(profile: DeviceProfile, model: ModelGeometry, mixer: Mixer, part: Mixer) -> Rows | None:
+    """DeepSeek-V4's attention, projections, compressors and index included; a window alone is taken as HCA, as the
+    library's own model takes it."""
+    described = _OF_V4 | {
+        "attn_kind": "Csa" if mixer.every == 4 else "Hca", "num_heads": part.heads, "native_heads": mixer.heads,
+        "tp_size": mixer.heads // part.heads, "kv_cache_dtype": model.kv_dtype, "fmha_quant_mode": "bfloat16",
+        "gemm_quant_mode": model.dtype_of_attention,
+    }  # fmt: skip
+    decode = _kernel(profile, [_op("Dsv4Generation", described)])
+    return _rows(decode, _kernel(profile, [_op("Dsv4Context", described)], prompt=True), module=True)
+
+
+def streams(profile: DeviceProfile, model: ModelGeometry) -> Curve | None:
+    """What one layer takes to mix its streams of hidden states, before and after attention and MLP, by tokens."""
+    described = _OF_V4 | {"hc_mult": model.streams, "hidden_size": model.hidden}
+    kernel = _kernel(profile, [_op("Mhc", {"op": place, **described}) for place in ("pre", "post")])
+    if kernel is None:
+        return None
+    return Curve(np.array(TOKENS, dtype=float), np.array([kernel.seconds(count) for count in TOKENS]), kernel.origin)
 
 
 def _module(model: ModelGeometry, mixer: Mixer, part: Mixer, dtype: str) -> dict[str, Any]:
@@ -446,7 +473,8 @@ _FILES = {
     "context_attention", "MlaModuleGeneration": "mla_generation_module", "MlaModuleContext": "mla_context_module",
     "DsaGeneration": "dsa_generation_module", "DsaContext": "dsa_context_module", "Gdn": "gdn",
     "Kda": "kda", "CustomAllReduce": "custom_allreduce", "MsaGeneration": "msa_generation_module",
-    "MsaContext": "msa_context_module",
+    "MsaContext": "msa_context_module", "Dsv4Generation": "dsv4_csa_generation_module",
+    "Dsv4Context": "dsv4_csa_context_module", "Mhc": "mhc_module",
 }  # fmt: skip
 """Kinds of kernels and the library's files that hold them."""
 

@@ -147,7 +147,7 @@ def _slower_than_16_bits(
     request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: TableCost
 ) -> Iterator[RunWarning]:
     """A warning if the tables' kernels with FP8 weights are slower than in 16 bits, as no server would run them."""
-    if not model.weight_dtype.startswith("fp8"):
+    if not model.weight_dtype.startswith("fp8") or model.own_pages:  # DeepSeek-V4 runs in no other type
         return
     plain = replace(model, weight_dtype="bfloat16", attention_dtype="", expert_dtype="")
     if slow := _slower_steps(request, profile, plain, cost, request.parallel):
@@ -305,7 +305,7 @@ def check_drafts(drafts: Speculative, model: ModelGeometry) -> None:
             "config.json); use method=eagle3 or method=ngram"
         )
     kept_whole = {"chunk"} if drafts.method != "ngram" else set()
-    if any(mixer.kind not in kept_whole for mixer in model.windows):
+    if model.own_pages or any(mixer.kind not in kept_whole for mixer in model.windows):
         kept = "a window of tokens"
     elif any(mixer.state_bytes and not mixer.draft_bytes for mixer in model.mixers):
         kept = "a state without a convolution"

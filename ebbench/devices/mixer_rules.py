@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ebbench.devices.geometry import BY_ROWS, WHOLE, Mixer, Product, attention
+from ebbench.devices.geometry import BY_ROWS, WHOLE, Mixer, Page, Product, attention
 from ebbench.errors import InputFileError
 from ebbench.foreign.documents import load_toml
 
@@ -310,6 +310,61 @@ def index(v: ConfigValues, layers: int) -> Mixer | None:
             Product(width + heads, v.number("hidden_size"), WHOLE),
         ),
     )
+
+
+COMPRESSED_BLOCK, WINDOW_BLOCK, COMPRESSOR_BLOCKS = 256, 64, {4: 4, 128: 8}
+"""Tokens per block of compressed keys, of keys in the window, and of what a compressor has not compressed yet."""
+COMPRESSED_KEY_BYTES = 584
+"""Of 512 elements: 448 in FP8 with 8 scales, 64 with positions in 16 bits."""
+_COMPRESSED_ALIGNMENT = 576
+
+
+def _page(entries: int, entry_bytes: int, tokens: int, window: int = 0) -> Page:
+    return Page(-(-entries * entry_bytes // _COMPRESSED_ALIGNMENT) * _COMPRESSED_ALIGNMENT, tokens, window)
+
+
+def _compressor(every: int, width: int) -> tuple[int, int, Page]:
+    """Weights per input and outside products, and the cache of its states: keys and scores in 32 bits, of the tokens
+    that make one key, twice as many where keys overlap (every 4 tokens)."""
+    overlap = 2 if every == 4 else 1
+    columns, tokens = 2 * overlap * width, COMPRESSOR_BLOCKS[every]
+    return columns, every * overlap * width, _page(tokens, 4 * columns, tokens, overlap * every)
+
+
+def compressed(every: int) -> Rule:
+    """DeepSeek-V4's attention: the last tokens, and one key for each ``every`` (0: none) before them; for every 4 an
+    index chooses among these. Sizes are vLLM 0.32's (``models/deepseek_v4``): all GPUs keep the whole cache, and the
+    way to a latent, compressors and index are not divided. One ``Mixer`` is the whole of it.
+    """
+
+    def rule(v: ConfigValues, layers: int) -> Mixer:
+        hidden, heads, width = v.number("hidden_size"), heads_of(v), v.number("head_dim")
+        if (width, v.number("qk_rope_head_dim")) != (512, 64) or v.number("num_key_value_heads") != 1:
+            raise InputFileError(v.path, "head_dim, qk_rope_head_dim and num_key_value_heads must be 512, 64 and 1")
+        queries, out, groups = v.number("q_lora_rank"), v.number("o_lora_rank"), v.number("o_groups")
+        index_heads, index_width = v.number("index_n_heads"), v.number("index_head_dim")
+        window, streams = v.number("window"), v.number("hc_mult")
+        v.understood(("index_topk",))
+        others = 2 * (2 + streams) * streams * streams * hidden  # of what mixes the streams, before attention and MLP
+        pages = [_page(WINDOW_BLOCK, COMPRESSED_KEY_BYTES, WINDOW_BLOCK, window)]
+        whole = [Product(queries + width, hidden, WHOLE)]
+        if every:
+            columns, beside, states = _compressor(every, width)
+            others += columns * hidden + beside
+            pages += [_page(COMPRESSED_BLOCK // every, COMPRESSED_KEY_BYTES, COMPRESSED_BLOCK), states]
+        if every == 4:
+            whole.append(Product(index_heads * index_width, queries, WHOLE))
+            columns, beside, states = _compressor(every, index_width)
+            others += (columns + index_heads) * hidden + beside
+            entry = index_width + index_width // 128 * INDEX_SCALE_BYTES
+            pages += [_page(COMPRESSED_BLOCK // every, entry, COMPRESSED_BLOCK), states]
+        grouped = Product(groups * out, v.shared("o_groups", heads * width, groups))
+        return Mixer(
+            "compressed", layers, heads, 1, width, width, window, every=every, pages=tuple(pages), others=others,
+            products=(Product(heads * width, queries), *whole, grouped, Product(hidden, groups * out, BY_ROWS)),
+        )  # fmt: skip
+
+    return rule
 
 
 def block_sparse(v: ConfigValues, layers: int) -> Mixer:

@@ -430,6 +430,7 @@ def _base(
         joint_norms=family.joint_norms,
         router_dtype=FLOAT32 if family.wide_router or raw.get("router_dtype") == "fp32" else "bfloat16",
         norms=family.norms,
+        streams=v.number(family.streams) if family.streams else 0,
         mlp_matrices=family.mlp_matrices,
         sliding_window=windows[0].window if windows else 0,
         sliding_layers=sum(mixer.layers for mixer in windows),
@@ -573,6 +574,9 @@ def _simplified(raw: Mapping[str, Any], family: Family, model: ModelGeometry) ->
         yield family.note
     if _encoders(raw):
         yield "only its language model is simulated: the time of its encoder is left out, its weights are estimated"
+    alone = sum(mixer.layers for mixer in model.mixers if mixer.kind == "compressed" and not mixer.every)
+    if alone:
+        yield f"{alone} of its layers keep a window alone and are timed as if they also had one key per 128 tokens"
     chunks = [mixer for mixer in model.mixers if mixer.kind == "chunk"]
     if chunks:
         yield (

@@ -609,6 +609,7 @@ LAUNCHES_S = 5e-6
 KINDS_IN_WORDS = {
     "latent": "latent (MLA) attention",
     "index": "an index of keys",
+    "compressed": "attention to compressed keys (CSA, HCA)",
     "state": "a state per sequence in place of attention (linear attention, Mamba or convolutions)",
 }
 

@@ -113,7 +113,7 @@ def _drafts(policies: Sequence[PolicySpec], model: str, vllm_options: Sequence[s
     )
     method = "mtp" if method.endswith("mtp") else method
     geometry = find_model(model)
-    priced = method in METHODS and not (geometry.windows or geometry.state_bytes)
+    priced = method in METHODS and not (geometry.windows or geometry.own_pages or geometry.state_bytes)
     if priced and isinstance(tokens, int) and 1 <= tokens <= MOST_TOKENS and (method != "mtp" or geometry.mtp_layers):
         return Speculative(method, tokens, (0.0,) * tokens)  # what is accepted costs nothing
     if varying := [spec.name for spec in policies if spec.varies_drafts]:

@@ -44,6 +44,12 @@ def _kv_per_sequence(facts: DeviceFacts) -> str:
     bytes_of_all = model.kv_bytes_per_token - sum(windows.values())
     parts = [f"at {bytes_of_all / 1e3:.0f} kB per token"] if bytes_of_all or not windows else []
     parts += [f"{kept / 1e3:.0f} kB per token of the last {window:,}" for window, kept in windows.items()]
+    layout = facts.device.kv_layout
+    if model.own_pages and layout is not None:
+        of_windows = [group for group in layout.groups if group.window]
+        blocks = [sum(group.most(layout.longest, tokens) for group in of_windows) for tokens in (1, layout.in_flight)]
+        decoding, computing = (count * layout.block_bytes / 1e6 for count in blocks)
+        parts += [f"up to {decoding:,.0f} MB per sequence, and {computing:,.0f} MB while its prompt is computed"]
     states = f"{1 + facts.drafts} times " if facts.drafts else ""
     parts += [f"{states}{model.state_bytes / 1e6:.1f} MB per sequence"] if model.state_bytes else []
     return ", ".join(parts) if bytes_of_all else f"at {', '.join(parts)}"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from ebbench.devices.geometry import KvGroup, KvLayout, ModelGeometry, attention, kv_layout
+from ebbench.devices.geometry import KvGroup, KvLayout, Mixer, ModelGeometry, attention, kv_layout
 from ebbench.engines.emulated import EmulatedEngine
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan
 from ebbench.spec.server import EngineOptions
+from tests.devices.test_deepseek_v4 import FLASH
+from tests.devices.test_model_families import read
 from tests.vllm.emulation import DEVICE, Traffic, differences, make_plan
 from vllm_eb.policy import parse_policy
 
@@ -22,6 +26,7 @@ LAYOUTS = {
     "wide blocks": (KvGroup(1, 32), KvGroup(3, 16, window=64)),
     "windows only": (KvGroup(1, 16, window=40),),
     "chunks": (KvGroup(1, 16), KvGroup(3, 16, chunk=64)),
+    "compressed": (KvGroup(1, 256), KvGroup(2, 64, window=128), KvGroup(1, 4, window=8), KvGroup(1, 8, window=128)),
 }
 
 
@@ -119,3 +124,44 @@ def test_layers_are_grouped_as_in_vllm(full: tuple[int, int, int], windowed: tup
     layout = kv_layout(model, 8192)
     assert layout is not None
     assert sorted((group.tables, group.block_tokens) for group in layout.groups) == groups_of_vllm(model)
+
+
+def packed_by_vllm(layers: Iterable[Mixer]) -> tuple[list[tuple[int, int, int]], int]:
+    """Block tables by tokens per block and window that vLLM makes of layers' caches of their own, and bytes of a
+    block."""
+    from types import SimpleNamespace
+
+    import torch
+    from vllm.v1.core.kv_cache_utils import _get_kv_cache_bytes_per_block, _get_packed_kv_cache_groups
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    specs = {}
+    for at, pages in enumerate(mixer.pages for mixer in layers for _ in range(mixer.layers)):
+        for place, page in enumerate(pages):
+            sizes = {"block_size": page.tokens, "num_kv_heads": 1, "head_size": 1, "dtype": torch.uint8,
+                     "page_size_padded": page.size}  # fmt: skip
+            windowed = SlidingWindowMLASpec(sliding_window=page.window, **sizes) if page.window else None
+            specs[f"{at}.{place}"] = windowed or MLAAttentionSpec(**sizes)
+    cache = SimpleNamespace(get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLHNC)
+    groups = _get_packed_kv_cache_groups(SimpleNamespace(cache_config=cache, speculative_config=None), specs)
+    found: dict[tuple[int, int], int] = {}
+    for group in groups:
+        first = group.kv_cache_spec.first_spec
+        key = (first.block_size, getattr(first, "sliding_window", None) or 0)
+        found[key] = found.get(key, 0) + 1
+    counts = sorted((tables, *key) for key, tables in found.items())
+    return counts, _get_kv_cache_bytes_per_block(groups, KVCacheLayout.BLHNC)
+
+
+@pytest.mark.parametrize(
+    "ratios",
+    [[0, 0, *[4, 128] * 20, 4], [128, *[128, 4] * 30], [0] * 30 + [4] * 5, [4] * 3 + [128] * 20, [4] * 9],
+)
+def test_compressed_caches_are_packed_as_in_vllm(ratios: list[int], tmp_path: Path) -> None:
+    """DeepSeek-V4-Flash's layers, -Pro's, and such as no model has."""
+    model = read(tmp_path, FLASH, num_hidden_layers=len(ratios), compress_ratios=ratios)
+    layout = kv_layout(model, 8192)
+    assert layout is not None
+    ours = sorted((group.tables, group.block_tokens, group.window) for group in layout.groups)
+    assert (ours, layout.block_bytes) == packed_by_vllm(model.mixers)
