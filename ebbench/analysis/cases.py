@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist, fmean, geometric_mean, stdev
 from typing import Any, Literal, TypeVar
 
 from ebbench.analysis.environment import ENVIRONMENT, differing_names, usual_options
@@ -107,7 +107,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Gain:
-    """Relative difference to the baseline: mean over the plans that both ran, and its standard deviation."""
+    """Relative difference to the baseline: geometric mean over the plans that both ran, and the ratios' deviation."""
 
     mean: float
     spread: float | None
@@ -184,16 +184,20 @@ def steady_throughput(metrics: Metrics) -> float | None:
 def gain(group: Group, baseline: Group, figure: Figure = throughput) -> Gain | None:
     """Relative gain of ``group`` over ``baseline`` in ``figure``, over the plans that both ran.
 
+    The geometric mean of the ratios less 1, as in :mod:`ebbench.analysis.paired`: A over B and B over A are
+    reciprocals.
+
     None if one of the runs is INVALID, no plan is common, or a figure is undefined.
     """
     if not (group.valid and baseline.valid):
         return None
     pairs = [(figure(ours.metrics), figure(theirs.metrics)) for ours, theirs in paired_by_plan(group, baseline)]
-    ratios = [ours / theirs - 1 for ours, theirs in pairs if ours is not None and theirs and theirs > 0]
+    ratios = [ours / theirs for ours, theirs in pairs if ours is not None and theirs and theirs > 0]
     if not pairs or len(ratios) < len(pairs):
         return None
     measured = len(ratios) > 1 and not (group.copies and baseline.copies)
-    return Gain(fmean(ratios), stdev(ratios) if measured else None)
+    mean = 0.0 if 0.0 in ratios else geometric_mean(ratios)
+    return Gain(mean - 1, stdev(ratios) if measured else None)
 
 
 def paired_by_plan(group: Group, baseline: Group) -> list[tuple[Summary, Summary]]:

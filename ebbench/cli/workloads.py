@@ -115,6 +115,8 @@ def fit(
         raise UsageError(f"fit takes log:FILE, not {log!r}")
     if output.suffix != ".toml":
         raise UsageError(f"--output must end in .toml, as workload files do, not {output.name!r}")
+    if output.exists():  # it may have been edited since
+        raise UsageError(f"{output} exists; give another file, or remove it")
     trace = read_trace(path, columns, tokenizer)
     workload = fit_workload(trace, output.stem, time_unit)
     files.write_text(as_toml(workload, f"log:{path.name}"), output)

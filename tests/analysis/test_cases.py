@@ -134,6 +134,18 @@ def test_a_gain_is_shown_from_the_fewest_pairs_that_can_show_it_on(summary: Summ
     assert p_value(seeds(summary, factors[:1]), "ebplus", throughput) is None
 
 
+def test_gains_of_plans_are_averaged_as_ratios(summary: Summary) -> None:
+    """Twice as fast on one plan and half as fast on the other is no gain, either way round."""
+    v1, ebplus = seeds(summary, [2.0, 0.5])
+    for lead in (gain(ebplus, v1), gain(v1, ebplus)):
+        assert lead is not None
+        assert lead.mean == pytest.approx(0)
+    v1, ebplus = seeds(summary, [1.0, 0.0])
+    nothing = gain(ebplus, v1)
+    assert nothing is not None
+    assert nothing.mean == -1
+
+
 def test_copies_in_virtual_time_count_once_and_real_repeats_each(summary: Summary) -> None:
     v1, ebplus = seeds(summary, [1.1] * 8)
     assert len(log_ratios(ebplus, v1, throughput) or ()) == 1

@@ -377,14 +377,18 @@ def test_the_kind_of_pause_is_learned(beside: bool, tmp_path: Path) -> None:
 def test_logs_that_cannot_be_fitted_are_refused(azure: Path, tmp_path: Path) -> None:
     few = tmp_path / "few.csv"
     few.write_text("timestamp,input_tokens,output_tokens\n1.5,2,3\n2.5,2,3\n")
+    edited = tmp_path / "edited.toml"
+    edited.write_text("mine")
     for words, message in (
         ([f"log:{few}", "-o", str(tmp_path / "a.toml")], "too few to fit"),
         (["sharegpt", "-o", str(tmp_path / "a.toml")], "fit takes log:FILE"),
         ([f"log:{azure}", "-o", str(tmp_path / "a.json")], "must end in .toml"),
+        ([f"log:{azure}", "-o", str(edited)], "exists; give another"),
     ):
         done = CliRunner().invoke(app, ["workloads", "fit", *words])
         assert done.exit_code == 2
-        assert message in done.output
+        assert message in " ".join(done.output.split())
+    assert edited.read_text() == "mine"
 
 
 def test_side_requests_of_sessions_are_learned(tmp_path: Path) -> None:
