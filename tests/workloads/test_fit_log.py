@@ -27,6 +27,7 @@ from ebbench.workloads.trace import read_trace
 
 def fit(log: Path, tmp_path: Path, *options: str) -> Path:
     path = tmp_path / "fitted.toml"
+    path.unlink(missing_ok=True)
     done = CliRunner().invoke(app, ["workloads", "fit", f"log:{log}", "-o", str(path), *options])
     assert done.exit_code == 0, done.output
     return path
