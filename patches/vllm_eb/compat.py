@@ -234,7 +234,8 @@ def verified_drafts(
     most, so the numbers of tokens of all requests tell what was accepted. Python code per request would cost as much as
     all else that the plugin does in a step. ``wanted``: decodes of the step that all count as drafts of full length,
     since those without a draft get one token, too; None: those that have drafts. ``ended``: requests that ended between
-    this step's ``schedule()`` and the last one's; vLLM has at most one later step in flight.
+    this step's ``schedule()`` and the last one's; without pipeline parallelism, which is refused, vLLM has at most one
+    later step in flight.
     """
     drafts, sampled, most = step.scheduled_spec_decode_tokens, output.sampled_token_ids, scheduler.num_spec_tokens
     made = bytearray(map(len, sampled))  # bytes are counted fastest

@@ -145,12 +145,12 @@ def packed_by_vllm(layers: Iterable[Mixer]) -> tuple[list[tuple[int, int, int]],
             specs[f"{at}.{place}"] = windowed or MLAAttentionSpec(**sizes)
     cache = SimpleNamespace(get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLHNC)
     groups = _get_packed_kv_cache_groups(SimpleNamespace(cache_config=cache, speculative_config=None), specs)
-    found: dict[tuple[int, int], int] = {}
+    tables_of: dict[tuple[int, int], int] = {}
     for group in groups:
         first = group.kv_cache_spec.first_spec
         key = (first.block_size, getattr(first, "sliding_window", None) or 0)
-        found[key] = found.get(key, 0) + 1
-    counts = sorted((tables, *key) for key, tables in found.items())
+        tables_of[key] = tables_of.get(key, 0) + 1
+    counts = sorted((tables, *key) for key, tables in tables_of.items())
     return counts, _get_kv_cache_bytes_per_block(groups, KVCacheLayout.BLHNC)
 
 
