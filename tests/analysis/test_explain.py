@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,8 @@ def test_gains_are_paired_by_seed(tmp_path: Path) -> None:
     assert baseline_group(both).policy == "v1"
     found = gain(both[0], both[1])
     assert found is not None
-    ratios = np.array([1.0, 0.0])  # twice as fast with seed 0, equal with seed 1
-    assert found.mean == pytest.approx(ratios.mean())
+    ratios = np.array([2.0, 1.0])  # twice as fast with seed 0, equal with seed 1
+    assert found.mean == pytest.approx(math.sqrt(ratios.prod()) - 1)
     assert found.spread == pytest.approx(ratios.std(ddof=1))
     assert [g.policy for g in ranked(both)] == ["eb", "v1"]
 
@@ -124,7 +125,7 @@ def test_runs_are_in_the_order_of_their_seeds(tmp_path: Path) -> None:
     assert both[0].explanations == tuple(told)
     found = gain(both[1], both[0])
     assert found is not None
-    assert found.mean == pytest.approx(0.5)  # twice as fast with seed 0, equal with seed 1
+    assert found.mean == pytest.approx(math.sqrt(2 * 1) - 1)  # twice as fast with seed 0, equal with seed 1
 
 
 def test_copies_have_no_spread(tmp_path: Path) -> None:
