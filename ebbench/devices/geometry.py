@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -476,17 +477,6 @@ class KvGroup:
         """Whether it keeps states where they stood at the end of blocks, as prefix caching needs them."""
         return self.per_sequence > self.drafts + 1
 
-    def held(self, tokens: Ints, processed: Ints) -> Ints:
-        """See :meth:`KvLayout.held`."""
-        if self.per_sequence:
-            return np.full(len(tokens), self.tables * (1 + self.drafts), np.int64)
-        blocks = -(-tokens // self.block_tokens)
-        if self.window:
-            blocks = blocks - np.maximum(processed - self.window + 1, 0) // self.block_tokens
-        if self.chunk:
-            blocks = blocks - processed // self.chunk * self.chunk // self.block_tokens
-        return np.asarray(self.tables * blocks, np.int64)
-
     def first(self, tokens: int, in_flight: int) -> int:
         """Blocks that vLLM wants free to admit a sequence of ``tokens``: a later state's block is not among them."""
         if self.by_block:
@@ -536,9 +526,26 @@ class KvLayout:
 
     def held(self, tokens: Ints, processed: Ints) -> Ints:
         """Blocks of the pool of sequences with room for ``tokens``, of which ``processed`` are computed for good; of
-        states without those that have moved on."""
-        blocks: Ints = np.add.reduce([group.held(tokens, processed) for group in self.groups])
-        return blocks
+        states without those that have moved on. Called in every step."""
+        held: Ints | int = self._states
+        for group in self._by_tokens:
+            size = group.block_tokens
+            blocks = (tokens + (size - 1)) // size
+            if group.window:
+                blocks -= np.maximum(processed - (group.window - 1), 0) // size
+            if group.chunk:
+                blocks -= processed // group.chunk * group.chunk // size
+            held = held + (blocks if group.tables == 1 else blocks * group.tables)
+        return held if isinstance(held, np.ndarray) else np.full_like(tokens, held)
+
+    @cached_property
+    def _by_tokens(self) -> tuple[KvGroup, ...]:
+        return tuple(group for group in self.groups if not group.per_sequence)
+
+    @cached_property
+    def _states(self) -> int:
+        """Blocks of a sequence's running states."""
+        return sum(group.tables * (1 + group.drafts) for group in self.groups if group.per_sequence)
 
     def first(self, tokens: int) -> int:
         """Blocks of the pool that vLLM wants free to admit a sequence of ``tokens``."""
