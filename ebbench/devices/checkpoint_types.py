@@ -118,8 +118,8 @@ _WORTH_SAYING = 0.02
 class CheckpointTypes:
     """Names of ``geometry.WEIGHT_BITS`` for weights of attention, MLP and experts and for the KV cache.
 
-    Each is the type of most weights of its kind, ``head`` that of a language head that is not tied; ``other_bytes``: how much larger the weights are than these types
-    make them. ``notes``: caveats.
+    Each is the type of most weights of its kind, ``head`` that of a language head that is not tied; ``other_bytes``:
+    how much larger the weights are than these types make them. ``notes``: caveats.
     """
 
     attention: str = PLAIN
@@ -467,10 +467,11 @@ def _assigned(typed: _Typed, modules: Iterable[Module]) -> CheckpointTypes:
         for name, count in types.items():
             other_bytes += count * (WEIGHT_BITS[name] - WEIGHT_BITS[most[kind]]) / 8
             share = count / sum(types.values())
-            if name != most[kind] and share > _WORTH_SAYING:  # never of a head, which is one
+            if name != most[kind] and share > _WORTH_SAYING:
                 shares.append(f"{share:.0%} of its {_WORDS[kind]} are in {name}, not in {most[kind]}")
     notes = (f"{' and '.join(shares)}: their size is counted, their time is as with the others",) if shares else ()
-    return CheckpointTypes(most[ATTENTION], most[MLP], most[EXPERTS], most[HEAD], other_bytes=round(other_bytes), notes=notes)
+    types_of_most = (most[kind] for kind in (ATTENTION, MLP, EXPERTS, HEAD))
+    return CheckpointTypes(*types_of_most, other_bytes=round(other_bytes), notes=notes)
 
 
 @dataclass(frozen=True)
