@@ -470,8 +470,8 @@ def _assigned(typed: _Typed, modules: Iterable[Module]) -> CheckpointTypes:
             if name != most[kind] and share > _WORTH_SAYING:
                 shares.append(f"{share:.0%} of its {_WORDS[kind]} are in {name}, not in {most[kind]}")
     notes = (f"{' and '.join(shares)}: their size is counted, their time is as with the others",) if shares else ()
-    types_of_most = (most[kind] for kind in (ATTENTION, MLP, EXPERTS, HEAD))
-    return CheckpointTypes(*types_of_most, other_bytes=round(other_bytes), notes=notes)
+    attention, mlp, experts, head = (most[kind] for kind in (ATTENTION, MLP, EXPERTS, HEAD))
+    return CheckpointTypes(attention, mlp, experts, head, other_bytes=round(other_bytes), notes=notes)
 
 
 @dataclass(frozen=True)

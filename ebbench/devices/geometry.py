@@ -202,8 +202,9 @@ class ModelGeometry:
     ``weight_dtype``: type of the projections in the layers; ``attention_dtype``: of those of attention ("": as the
     others); ``expert_dtype``: of the experts ("": as the projections); ``head_dtype``: of the language head, if it is
     not tied; ``kv_dtype``: of the KV cache; names of WEIGHT_BITS, with bfloat16 for any 16-bit type. ``router_dtype``:
-    in which experts are chosen, bfloat16, float32 or tf32 (:mod:`ebbench.devices.routers`). ``positions``: longest sequence in tokens that its config.json
-    allows, 0: not known. ``mtp_layers``: modules that predict further tokens, which only speculative decoding uses.
+    in which experts are chosen, bfloat16, float32 or tf32 (:mod:`ebbench.devices.routers`). ``positions``:
+    longest sequence in tokens that its config.json allows, 0: not known. ``mtp_layers``: modules that predict further
+    tokens, which only speculative decoding uses.
     ``note``: what is simplified.
     """
 
