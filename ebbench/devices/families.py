@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ebbench.devices.checkpoint_types import ModuleNames
+from ebbench.devices.geometry import Product
 from ebbench.devices.mixer_rules import (
     ConfigValues,
     Rule,
@@ -336,6 +337,32 @@ def _kimi_latent(v: ConfigValues, layers: int) -> Any:
     return (gated_latent if v.flag("mla_use_output_gate") else latent)(v, layers)
 
 
+def _ling_latent(v: ConfigValues, layers: int) -> Any:
+    """Ling 3: latents with an output gate per head, per element or none."""
+    granularity = v.get("gated_attention_proj_granularity_type")
+    if granularity not in (None, "", "head_wise", "element_wise"):
+        raise InputFileError(v.path, f"gated_attention_proj_granularity_type {granularity!r} is not read here")
+    if granularity == "element_wise":
+        return gated_latent(v, layers)
+    mixer = latent(v, layers)
+    gate = (Product(mixer.heads, v.number("hidden_size")),) if granularity else ()
+    return replace(mixer, products=(*mixer.products, *gate))
+
+
+def _ling_delta(v: ConfigValues, layers: int) -> Any:
+    """Ling 3: Kimi's delta attention, which vLLM 0.32 reads with whole gates alone."""
+    if not v.flag("no_kda_lora"):
+        raise InputFileError(v.path, "no_kda_lora must be true: vLLM 0.32 reads no other Ling 3")
+    return kimi_delta(v.overlaid({"num_heads": v.number("num_attention_heads")}), layers)
+
+
+def _ling_groups(v: ConfigValues, layers: int) -> Kinds:
+    """Ling 3: the last layer of each group has latents, and those after the last whole group."""
+    group = v.number("layer_group_size")
+    grouped = layers // group * group
+    return [LINEAR if (layer + 1) % group and layer < grouped else FULL for layer in range(layers)]
+
+
 def _falcon(v: ConfigValues, layers: int) -> Any:
     """Falcon: one KV head, unless the config is of the new kind, which says how many."""
     shared = v.flag("multi_query", default=True) and not v.flag("new_decoder_architecture")
@@ -506,6 +533,13 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("bailing_moe_linear", "bailing_moe_v2_5", "bailing_hybrid"), replace(
         BAILING, layers={FULL: (_latent_if_any,), LINEAR: (lightning,)},
         pattern=lambda v, layers: every(v.number("layer_group_size"), otherwise=LINEAR)(v, layers))),
+    "bailing_moe_v3": Family(
+        experts=True, wide_router=True, pattern=_ling_groups, layers={FULL: (_ling_latent,), LINEAR: (_ling_delta,)},
+        defaults={"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512},
+        modules=ModuleNames(attention="attention", state="attention"),
+        understood=("group_norm_size", "linear_silu", "kda_lower_bound", "kda_safe_gate", "mtp_use_kda", "rotary_dim",
+                    "num_kv_heads_for_linear_attn", "use_kda_lora", "use_mla_nope", "max_window_layers"),
+    ),
     "bamba": replace(GRANITE_HYBRID, experts=False, dense_width=("intermediate_size",)),
     "granitemoehybrid": GRANITE_HYBRID,
     "falcon_h1": Family(layers={FULL: (softmax(), mamba2)}, pattern=_all(FULL)),
