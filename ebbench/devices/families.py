@@ -56,8 +56,8 @@ class Family:
     2 without. ``one_each``: a layer is attention or MLP, not both. ``tied``: whether embeddings are tied where the
     config does not say. ``streams``: the key of the number of streams of hidden states whose mixing has times.
     ``wide_router``: vLLM chooses experts in 32 bits. ``others``: parameters outside layers, embeddings and head.
-    ``modules``: names of the parts of a layer. ``understood``: keys that change nothing here. ``note``: a caveat that
-    its results carry.
+    ``modules``: names of the parts of a layer. ``understood``: keys that change nothing here. ``instead``: values that
+    count in place of those given. ``note``: a caveat that its results carry.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -78,6 +78,7 @@ class Family:
     others: Callable[[ConfigValues], int] | None = None
     modules: ModuleNames = field(default_factory=ModuleNames)
     understood: tuple[str, ...] = ()
+    instead: Callable[[ConfigValues], Mapping[str, Any]] | None = None
     note: str = ""
 
 
@@ -224,6 +225,35 @@ def _gemma3n(v: ConfigValues) -> int:
     v.understood(("altup_active_idx", "altup_coef_clip", "altup_correct_scale", "activation_sparsity_pattern"))
     low_rank = 2 * v.number("laurel_rank") * hidden
     return _per_layer_inputs(v) + 2 * (inputs - 1) * hidden * hidden + layers * (low_rank + inputs * hidden)
+
+
+_ERNIE_PAIRS = ("moe_num_experts", "moe_intermediate_size", "moe_layer_start_index", "moe_layer_end_index")
+
+
+def _ernie_text(v: ConfigValues) -> Mapping[str, Any]:
+    """ERNIE 4.5 VL: of pairs the first is of text, the second of images, whose experts text never uses.
+
+    Raises InputFileError where their layers or numbers differ, and for weights that are quantized.
+    """
+    pairs = {key: given if isinstance(given := v.get(key), list) else [given] * 2 for key in _ERNIE_PAIRS}
+    last = v.number("num_hidden_layers") - 1
+    for key, pair in pairs.items():
+        plain = len(pair) == 2 and all(entry is None or isinstance(entry, int) for entry in pair)
+        if plain and key == "moe_layer_end_index":
+            pairs[key] = pair = [last if end is None or end < 0 else min(end, last) for end in pair]
+        if not plain or (key != "moe_intermediate_size" and pair[0] != pair[1]):
+            raise InputFileError(v.path, f"{key} must be two numbers, for text and images, and equal but of widths")
+    if v.number("moe_layer_interval", default=1) != 1 or v.has("quantization_config"):
+        raise InputFileError(v.path, "experts in some layers alone, or quantized, are not read of ernie4_5_vl")
+    of_images = {"vision_expert_width": pairs["moe_intermediate_size"][1]}
+    return {key: pair[0] for key, pair in pairs.items()} | of_images
+
+
+def _ernie_images(v: ConfigValues) -> int:
+    """Experts and routers of images."""
+    types, first = v.listed("mlp_layer_types"), v.number("moe_layer_start_index", default=0)
+    layers = v.number("moe_layer_end_index") + 1 - first if types is None else len(types) - types.count("dense")
+    return layers * v.number("experts") * v.number("hidden_size") * (3 * v.number("vision_expert_width") + 1)
 
 
 _GEMMA3 = {
@@ -458,6 +488,11 @@ FAMILIES: Mapping[str, Family] = {
     "exaone_moe": replace(EXAONE4, experts=True, defaults=_FIRST_DENSE),
     **dict.fromkeys(("ernie4_5", "paddleocr_vl_text", "paddleocr_vl"), ERNIE),
     "ernie4_5_moe": replace(MIXTURE, tied=True, wide_router=True),
+    **dict.fromkeys(("ernie4_5_vl_moe_text", "ernie4_5_moe_vl"), replace(
+        MIXTURE, tied=True, wide_router=True, instead=_ernie_text, others=_ernie_images,
+        defaults={"moe_intermediate_size": [1536, 512], "moe_layer_start_index": 1},
+        note="its experts of images are weights without time",
+    )),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_vl_text", "hunyuan_vl"), HUNYUAN),
     "hunyuan_v1_moe": replace(HUNYUAN, experts=True, defaults={"num_shared_expert": 1},
                               understood=(*_HUNYUAN_KEYS, "use_mixed_mlp_moe")),

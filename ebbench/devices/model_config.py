@@ -253,6 +253,7 @@ def _geometry(
     nested = [raw[name] for name in _NESTED if isinstance(raw.get(name), dict)]
     v = ConfigValues(path, {**raw, **ChainMap(*reversed(nested))})
     v.understood((*_NESTED, *_OF_ALL, *left_out))
+    v = v.overlaid(family.instead(v)) if family.instead else v
     v.understood(family.understood)
     v.understood(key for rule in NAMES.superseded.values() for given in rule.lists if v.has(given) for key in rule.keys)
     # The stated number of layers, else the number of kinds listed (Nemotron-H).

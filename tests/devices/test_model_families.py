@@ -237,6 +237,40 @@ def test_routed_experts_of_ling_3_have_a_type_of_their_own(tmp_path: Path) -> No
         read(tmp_path, LLAMA, quantization_config=config)
 
 
+ERNIE_VL = {
+    **LLAMA, "model_type": "ernie4_5_moe_vl", "moe_num_experts": [8, 8], "moe_intermediate_size": [512, 128],
+    "moe_k": 2, "moe_num_shared_experts": 2, "moe_layer_start_index": [1, 1], "moe_layer_end_index": [29, 28],
+}  # fmt: skip
+
+
+def test_of_pairs_the_first_is_of_text(tmp_path: Path) -> None:
+    """ERNIE 4.5 VL, whose experts of images are weights without time."""
+    model = read(tmp_path, ERNIE_VL)
+    assert (model.experts, model.expert_intermediate, model.shared_intermediate) == (8, 512, 1024)
+    assert (model.expert_layers, model.dense_layers) == (7, 1)
+    assert model.other_params == 7 * 8 * 1024 * (3 * 128 + 1)
+    text = {key: value for key, value in ERNIE_VL.items() if "moe_layer" not in key}
+    kinds_of_mlps = {"moe_num_experts": 8, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 6}
+    newer = read(tmp_path, {"model_type": "ernie4_5_vl_moe", "text_config": {
+        **text, **kinds_of_mlps, "model_type": "ernie4_5_vl_moe_text"}})  # fmt: skip
+    assert (newer.expert_layers, newer.other_params) == (6, 6 * 8 * 1024 * (3 * 128 + 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"moe_num_experts": [8, 4]}, "moe_num_experts must be two numbers"),
+        ({"moe_intermediate_size": [512, 128, 64]}, "moe_intermediate_size must be two numbers"),
+        ({"moe_layer_end_index": ["all", 7]}, "moe_layer_end_index must be two numbers"),
+        ({"moe_layer_interval": 2}, "experts in some layers alone"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "or quantized, are not read"),
+    ],
+)
+def test_other_pairs_are_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputFileError, match=said):
+        read(tmp_path, ERNIE_VL, **changes)
+
+
 def test_mistrals_own_files_of_a_mixture_with_latents_are_read(tmp_path: Path) -> None:
     """As Mistral Large 3: 673 billion parameters beside its encoder, 40 of them active."""
     params = {
