@@ -7,7 +7,6 @@ import re
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -90,8 +89,7 @@ _WORDS = re.findall(
 )
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True, gc=False):
     """The fields of one planned request that its body depends on; meanings as in the PLAN schema."""
 
     row: int
