@@ -51,10 +51,15 @@ def is_process_of_ebbench() -> bool:
 
 
 class _NoMaskedArrays(ModuleType):
-    """Stands for ``numpy.ma``, whose class pyarrow asks of every array, until something else of it is wanted."""
+    """Stands for ``numpy.ma``, which pyarrow and numpy ask of many an array, until something else of it is wanted."""
 
     class MaskedArray:
         """No array is one before that module is loaded."""
+
+    @staticmethod
+    def isMaskedArray(_array: object) -> bool:  # noqa: N802 - numpy's name
+        """See MaskedArray."""
+        return False
 
     def __getattr__(self, name: str) -> object:
         return getattr(import_module(self.__name__), name)
