@@ -65,7 +65,8 @@ class OpenSession:
     async def run(self, intended_ns: int) -> int:
         """Send all requests; returns when the last one ended (monotonic ns)."""
         first = self._rows[0]
-        return await self._branches(first, self._graph.parallel_starts.get(first, []), intended_ns)
+        others = self._graph.parallel_starts.get(first)
+        return await (self._branches(first, others, intended_ns) if others else self._branch(first, intended_ns))
 
     async def _branches(self, first: int, others: Sequence[int], ready_ns: int) -> int:
         """Send ``others`` and what follows them in tasks of their own, ``first`` in this one."""
@@ -209,7 +210,7 @@ def _mapped(path: Path) -> pa.Table:
 
 
 _ODD_CHARACTERS = 40  # of a value that is no number, as a warning repeats it
-_REPORT_EVERY_S, _REPORT_AT = 0.5, 256
+_REPORT_EVERY_S, _REPORT_AT = 1.0, 256
 """A worker reports finished requests after so many seconds, or as soon as it holds so many.
 
 Each report costs the parent 3 ms of CPU, most of it for one more piece of the table."""
