@@ -56,10 +56,7 @@ class _NoMaskedArrays(ModuleType):
     class MaskedArray:
         """No array is one before that module is loaded."""
 
-    @staticmethod
-    def isMaskedArray(_array: object) -> bool:  # noqa: N802 - numpy's name
-        """See MaskedArray."""
-        return False
+    isMaskedArray = is_masked = staticmethod(lambda _array: False)  # noqa: N815 - numpy's name
 
     def __getattr__(self, name: str) -> object:
         return getattr(import_module(self.__name__), name)

@@ -37,10 +37,10 @@ def test_masked_arrays_are_loaded_only_where_there_are_some() -> None:
     code = (
         "from ebbench.process.interpreter import process_of_ebbench as own; own(); import sys; "
         "import ebbench.records.schema, numpy as np, pyarrow as pa; "
-        "print(pa.array(np.arange(3)).to_pylist(), np.median([1, 2]), 'numpy.ma' in sys.modules); "
+        "print(pa.array(np.arange(3)).to_pylist(), np.median([1, 2]), np.unique([3, 3]), 'numpy.ma' in sys.modules); "
         "print(pa.array(np.ma.masked_array([1, 2], [0, 1])).to_pylist(), np.ma is sys.modules['numpy.ma'])"
     )
-    assert said(code) == "[0, 1, 2] 1.5 False\n[1, None] True\n"
+    assert said(code) == "[0, 1, 2] 1.5 [3] False\n[1, None] True\n"
 
 
 CLASSES = """
