@@ -210,7 +210,7 @@ def _mapped(path: Path) -> pa.Table:
 
 
 _ODD_CHARACTERS = 40  # of a value that is no number, as a warning repeats it
-_REPORT_EVERY_S, _REPORT_AT = 1.0, 256
+_REPORT_EVERY_S, _REPORT_AT = 0.5, 256
 """A worker reports finished requests after so many seconds, or as soon as it holds so many.
 
 Each report costs the parent 3 ms of CPU, most of it for one more piece of the table."""
