@@ -138,12 +138,9 @@ def roofline_cost(
         expert_share=model.experts_per_token / model.experts if model.experts else 0.0,
         head_params=model.vocab * model.hidden,
         attention=attention,
-        dense_bytes=model.weight_bytes
-        - model.encoder_bytes
-        - model.experts_bytes
-        - model.embedding_params * model.dtype_bytes,
+        dense_bytes=model.weight_bytes - model.encoder_bytes - model.experts_bytes - model.embedding_bytes,
         expert_bytes=model.experts_bytes,
-        head_bytes=model.vocab * model.hidden * model.dtype_bytes,
+        head_bytes=model.head_bytes,
         overlap=overlap,
         flops_per_s=profile.bf16_flops_per_s * COMPUTE_SHARE,
         bytes_per_s=profile.bandwidth_bytes_per_s * BANDWIDTH_SHARE,
