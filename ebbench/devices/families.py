@@ -258,8 +258,8 @@ DSA = replace(DEEPSEEK, layers={FULL: (latent, index)}, understood=_NOT_SPARSE, 
 DEEPSEEK_V4 = Family(
     layers={kind: (compressed(every),) for every, kind in _BY_RATIO.items()}, experts=True, pattern=_compressed,
     streams="hc_mult", understood=("num_hash_layers", "expert_dtype"),
-    note="its KV cache is as vLLM 0.28 to 0.32 lay it out (0.22 took 5 % more); two public servers had 4 to 6 GiB less "
-         "of it per GPU than estimated here (--num-kv-blocks takes what vLLM says)",
+    note="its KV cache is as vLLM 0.28 to 0.32 lay it out (0.22 took 5 % more); two public servers (0.22, "
+         "0.26) had 4 to 5 GiB less of it per GPU than estimated here (--num-kv-blocks takes what vLLM says)",
 )  # fmt: skip
 _BLOCK_SPARSE_MOE = ModuleNames(experts="block_sparse_moe.experts")
 MINIMAX_M3 = Family(

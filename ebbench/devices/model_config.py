@@ -479,6 +479,7 @@ def _with_types(model: ModelGeometry, types: CheckpointTypes, encoder_bytes: int
         weight_dtype=types.mlp,
         attention_dtype=types.attention if types.attention != types.mlp else "",
         expert_dtype=types.experts if model.experts and types.experts != types.mlp else "",
+        head_dtype=types.head,
         kv_dtype=types.kv,
         other_bytes=types.other_bytes,
         encoder_bytes=encoder_bytes,
