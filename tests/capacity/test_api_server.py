@@ -14,6 +14,12 @@ LEFT_OUT, BUSY = "They are left out here", "so it is simulated"
 SMALL = ["sharegpt", "--source", "profile", "--device", "h200", "--model", "gemma-3-1b-it", "--goodput", "ttft:500"]
 
 
+@pytest.fixture(autouse=True)
+def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of a plan's sessions: enough for these loads, which lie far from one replica's."""
+    monkeypatch.setattr("ebbench.sizing.candidates.SESSIONS", 500)
+
+
 def printed(*arguments: str) -> str:
     """What is printed as the answer, and before it."""
     result = CliRunner().invoke(app, [*arguments])

@@ -29,6 +29,12 @@ def poisson(n: int, rate: float = 2.0) -> Any:
     return np.random.default_rng(5).exponential(1 / rate, n)
 
 
+@pytest.fixture
+def fewer_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of a plan's sessions, still several times those of the short log."""
+    monkeypatch.setattr("ebbench.sizing.candidates.SESSIONS", 500)
+
+
 def call(*arguments: str) -> str:
     done = CliRunner().invoke(app, list(arguments))
     assert done.exit_code == 0, done.output
@@ -92,6 +98,7 @@ def test_workloads_without_arrivals_have_none_to_be_replaced() -> None:
     assert poisson_instead("sharegpt", {}) == ""
 
 
+@pytest.mark.usefixtures("fewer_sessions")
 def test_a_plan_of_a_short_log_is_that_of_a_long_one(short: str, tmp_path: Path) -> None:
     """At 20/s the log lasts four seconds: on two replicas, which are too few, nothing has queued by then."""
     load = f"{SERVER} --tp 1 --workers 1 --request-rate 20 --goodput ttft:400 --json"
