@@ -17,7 +17,10 @@ concurrency, half and a quarter of it, the times of single calls are fitted by l
 admitted prompts x``. That tells what vLLM's code would take for the steps that a policy makes (``predicted``). Medians
 over the pairs of runs, with the smallest and the largest.
 ``measured`` is divided by it, both relative to the same quotient of stock's run at that concurrency. The two runs of a
-pair take turns in one process, some steps each, so that other load on the machine affects both.
+pair take turns in one process and on one processor, some steps each, so that other load on the machine affects both.
+Every run of a policy makes the same steps, so ``by step`` takes the median of each step over the runs before adding
+them up: what disturbs a run now and then is left out, of stock's steps as of the policy's. Its interval is the middle
+95 % of what rounds drawn with replacement would give.
 
 ``--count`` prints opcodes of Python instead of times, of vLLM and of the plugin per scheduled sequence. They are the
 same in every run. They say nothing of what C code and caches cost. Slow: 150 requests, 128 at a time, are enough.
@@ -30,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import os
 import statistics
 import sys
 import threading
@@ -61,6 +65,7 @@ POLICIES = (
     "v0", "deferred:k=32", "eb", "ebplus", "marginal", "marginal:ttft=1,tpot=0.05", "cadence:every=4", "delayer",
     "ppas", "batchwait:iters=32,ratio=0.5", "slochunk:tpot=0.05",
 )  # fmt: skip
+RESAMPLES = 1000
 ADAPTIVE = "marginal:draft=adaptive"  # only with drafts
 
 
@@ -256,6 +261,25 @@ class Calls:
         return float(self.seconds.sum() / self.shapes[:, 1].sum())
 
 
+def ratio_by_step(pairs: list[tuple[Calls, Calls]]) -> tuple[float, float, float]:
+    """Policy's time per sequence over stock's, by the median of each step over the rounds; ends of its 95 % interval.
+
+    Raises RuntimeError if two runs of one policy differ in their steps.
+    """
+    for calls in zip(*pairs, strict=True):
+        if any(not np.array_equal(one.shapes, calls[0].shapes) for one in calls):
+            raise RuntimeError("two runs under one policy made different steps")
+    stock, mine = (np.array([calls.seconds for calls in runs]) for runs in zip(*pairs, strict=True))
+    of_sequences = pairs[0][0].shapes[:, 1].sum() / pairs[0][1].shapes[:, 1].sum()
+
+    def ratio(rounds: Any) -> float:
+        return float(np.median(mine[rounds], axis=0).sum() / np.median(stock[rounds], axis=0).sum() * of_sequences)
+
+    drawn = np.random.default_rng(0).integers(len(pairs), size=(RESAMPLES, len(pairs)))
+    low, high = np.quantile([ratio(rounds) for rounds in drawn], (0.025, 0.975))
+    return ratio(slice(None)), float(low), float(high)
+
+
 def pair_of(bench: Bench, policies: tuple[str, str]) -> list[Calls]:
     """The calls of two runs that take turns."""
     turns = TurnTakers()
@@ -280,15 +304,16 @@ def pair_of(bench: Bench, policies: tuple[str, str]) -> list[Calls]:
 
 def fitted(chosen: list[str], rounds: int, bench: Bench, smaller: list[Bench]) -> None:
     """Print the fit of stock's calls (also at ``smaller`` loads), each policy's time against it."""
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     few = [pair_of(less, (STOCK, STOCK))[0] for less in smaller]
     print(f"{'schedule()':32}{'calls':>14}{'fixed us':>10}{'us/seq.':>9}{'us/prompt':>11}  ", end="")
-    print("per sequence, to stock; predicted; measured/predicted (smallest to largest)")
+    print("per sequence, to stock; predicted; measured/predicted (smallest to largest); by step (95 %)")
     for policy in (STOCK, *chosen):
         pairs = []
         for number in range(rounds):
             order = (STOCK, policy) if number % 2 == 0 else (policy, STOCK)
-            calls = pair_of(bench, order)
-            pairs.append(tuple(calls if number % 2 == 0 else calls[::-1]))
+            first, second = pair_of(bench, order)
+            pairs.append((first, second) if number % 2 == 0 else (second, first))
         ratios, predicted, costs = [], [], []
         for stock, mine in pairs:
             known = [*few, stock]
@@ -307,7 +332,8 @@ def fitted(chosen: list[str], rounds: int, bench: Bench, smaller: list[Bench]) -
             f"{fixed:10.1f}{per_sequence:9.2f}{per_prompt:11.1f}  "
             f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}); "
             f"{statistics.median(predicted):.3f}; "
-            f"{statistics.median(left):.3f} ({min(left):.3f} to {max(left):.3f})",
+            f"{statistics.median(left):.3f} ({min(left):.3f} to {max(left):.3f}); "
+            "{:.3f} ({:.3f} to {:.3f})".format(*ratio_by_step(pairs)),
             flush=True,
         )
 
