@@ -72,9 +72,11 @@ lowest: $(LOWEST)/.stamp
 	$(PYTEST) -m "not vllm and not slow" -k "not importing_is_light" $(addprefix tests/,$(LOWEST_PARTS)) || $(AGAIN)
 
 # The bytecode of what a vLLM server imports: 5,800 modules, 20 CPU seconds once. Without it the first test processes
-# of a fresh clone each compile them, at the same time.
+# of a fresh clone each compile them, at the same time. That of the tests, too, as pytest rewrites it: 20 CPU seconds, which
+# each process of pytest would spend.
 bytecode: $(TEST)/.stamp
 	$(TEST)/bin/python -c "import vllm.entrypoints.cli.serve, vllm.v1.engine.core, vllm.v1.worker.cpu_model_runner"
+	$(PY) -m pytest --collect-only -qq -p no:cacheprovider >/dev/null
 
 lint: style types
 
@@ -104,8 +106,10 @@ $(RUN)/.stamp: pyproject.toml
 	touch $@
 
 # uv installs what pip installs in a third of the time. It reads no configuration of pip's but this variable, so where it
-# does not find a package (a mirror named in pip.conf alone), it says so and pip installs them.
+# does not find a package (a mirror named in pip.conf alone), it says so and pip installs them. Like pip it trusts the
+# certificates that the system does: a company's own among them.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+export UV_SYSTEM_CERTS ?= 1
 install = $(TEST)/bin/uv pip install -q --python $(TEST)/bin/python -e '.[$(1)]' || \
 	{ echo "uv could not install .[$(1)]; trying pip"; $(TEST)/bin/python -m pip install -q --no-compile -e '.[$(1)]'; }
 

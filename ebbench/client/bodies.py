@@ -7,7 +7,6 @@ import re
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -31,20 +30,25 @@ _FILLER = b"\0"
 class PromptTable:
     """The JSON text of each token of a vocabulary, in cells of equal width."""
 
-    def __init__(self, cells: Sequence[bytes], *, text: bool) -> None:
+    def __init__(self, cells: npt.NDArray[np.bytes_], *, text: bool) -> None:
         """``cells``: what stands for each token; ``text``: a JSON string of them, otherwise a JSON array."""
-        self._cells = np.array(cells)
+        self._cells = cells
         self._text = text
 
     @staticmethod
     def of_ids(vocab: int) -> PromptTable:
         """Token ids below ``vocab``."""
-        return PromptTable([b"%d," % number for number in range(vocab)], text=False)
+        width, numbers = len(str(vocab - 1)), np.arange(vocab, dtype=np.uint32)
+        cells = np.full((vocab, width + 1), ord(","), np.uint8)
+        for place in range(width):
+            leading = numbers // 10**place  # the number up to this digit; 0 where it has no such digit
+            cells[:, width - 1 - place] = np.where((leading > 0) | (place == 0), leading % 10 + ord("0"), ord(_FILLER))
+        return PromptTable(cells.view(f"S{width + 1}").ravel(), text=False)
 
     @staticmethod
     def of_words(words: Sequence[str]) -> PromptTable:
         """Words that need no escape in JSON, one per token."""
-        return PromptTable([f"{word} ".encode() for word in words], text=True)
+        return PromptTable(np.array([f"{word} ".encode() for word in words]), text=True)
 
     def json(self, tokens: npt.NDArray[np.int32]) -> msgspec.Raw:
         """The prompt of these tokens: the JSON array of their ids, or the string of their words."""
@@ -90,8 +94,7 @@ _WORDS = re.findall(
 )
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True, gc=False):
     """The fields of one planned request that its body depends on; meanings as in the PLAN schema."""
 
     row: int

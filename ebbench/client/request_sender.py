@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import ssl
 import time
-from collections.abc import Awaitable, Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol
 
 import httptools
 
@@ -100,10 +100,7 @@ class ConnectionPool:
         self._head = head.text
 
     async def send(self, request_id: str, body: bytes, receiver: AnswerReceiver) -> HttpExchange:
-        """Send one request, without an id if that is empty; returns once the response headers are complete.
-
-        Raises TransportError.
-        """
+        """Send one request, without an id if that is empty; its response is awaited. Raises TransportError."""
         connection = self.connections.take()
         receiver.sent(time.monotonic_ns())
         receiver.first_on_connection = connection is None or not connection.answered
@@ -114,7 +111,6 @@ class ConnectionPool:
             data = b"%b\r\n%bcontent-length: %d\r\n\r\n%b" % (self._head, named, len(body), body)
             exchange = HttpExchange(connection, receiver)
             connection.begin(exchange, (data,))
-            await exchange.headers_complete
         except BaseException:
             connection.abort()
             raise
@@ -143,17 +139,17 @@ class HttpExchange:
     """One request and its response; implements the parser's callbacks."""
 
     def __init__(self, connection: Connection, receiver: AnswerReceiver) -> None:
-        loop = asyncio.get_running_loop()
-        self.headers_complete: Awaitable[None] = loop.create_future()
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
-        self._end: asyncio.Future[None] = loop.create_future()
-        self._start = cast("asyncio.Future[None]", self.headers_complete)
+        # One future where one will do: each costs a turn of the loop for every request.
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._head: asyncio.Future[None] | None = None
+        self._patience: asyncio.TimerHandle | None = None
         self._parts: list[bytes] = []
         self._connection, self._receiver, self._feed = connection, receiver, receiver.feed
         # The parser refers to the exchange: dropped at the end, since no full collection runs during a measurement.
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
-        self._tapped = False
+        self._begun = self._tapped = False
         self._now_ns = self._overhead_bytes = self._kept_bytes = 0
 
     @property
@@ -161,17 +157,18 @@ class HttpExchange:
         """Whether the response is a 200 with an answer, whose body goes to the receiver."""
         return self._tapped
 
+    async def head(self) -> None:
+        """Wait for the response headers. Raises TransportError."""
+        if not self._begun and not self._end.done():
+            self._head = asyncio.get_running_loop().create_future()
+            await self._head
+
     async def body(self) -> bytes:
         """The body, unless the receiver got it. Raises TransportError.
 
         A body that is no answer is read up to BODY_BYTES and for BODY_S; the rest is left.
         """
-        if self._tapped:
-            await self._end
-        else:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(BODY_S):
-                    await self._end
+        await self._end
         return b"".join(self._parts)[:BODY_BYTES]
 
     def close(self) -> None:
@@ -179,6 +176,8 @@ class HttpExchange:
 
         Cancelling a task that waits for :meth:`body` cancels ``_end``, which then counts as done.
         """
+        if self._patience is not None:
+            self._patience.cancel()
         if not self._end.done() or self._end.cancelled():
             self._connection.abort()
 
@@ -206,11 +205,11 @@ class HttpExchange:
         """See Exchange."""
         self._parser = None
         framed = b"content-length" in self.headers or b"transfer-encoding" in self.headers
-        if exc is None and self._start.done() and not framed:
+        if exc is None and self._begun and not framed:
             if not self._end.done():  # cancelled when the client gave up
                 self._end.set_result(None)  # the end of the connection ends a body that has neither length nor chunks
             return
-        where = "in the middle of the response" if self._start.done() else "before any response"
+        where = "in the middle of the response" if self._begun else "before any response"
         if exc is None:
             self._fail(ProtocolError(f"connection closed {where}"))
         else:
@@ -235,11 +234,13 @@ class HttpExchange:
             return
         plain = not _compressed(self.headers.get(b"content-encoding", b"").decode("latin-1"))
         streamed = self._receiver.takes(self.headers.get(b"content-type", b"").decode("latin-1"))
-        self._tapped = self.status == 200 and streamed and plain
+        self._begun, self._tapped = True, self.status == 200 and streamed and plain
         self._connection.begun()
         self._receiver.head(self.status, self._now_ns)
-        if not self._start.done():
-            self._start.set_result(None)
+        if not self._tapped:
+            self._patience = asyncio.get_running_loop().call_later(BODY_S, self._leave_rest)
+        if self._head is not None and not self._head.done():
+            self._head.set_result(None)
 
     def on_body(self, data: bytes) -> None:
         """Called by the parser."""
@@ -249,7 +250,11 @@ class HttpExchange:
             return
         self._parts.append(data)
         self._kept_bytes += len(data)
-        if self._kept_bytes >= BODY_BYTES and not self._end.done():
+        if self._kept_bytes >= BODY_BYTES:
+            self._leave_rest()
+
+    def _leave_rest(self) -> None:
+        if not self._end.done():
             self._end.set_result(None)
             self._connection.abort()
 
@@ -262,8 +267,8 @@ class HttpExchange:
             self._connection.complete(parser.should_keep_alive())
 
     def _fail(self, error: Exception) -> None:
-        for future in (self._start, self._end):
-            if not future.done():
+        for future in (self._head, self._end):
+            if future is not None and not future.done():
                 future.set_exception(error)
                 future.exception()  # marks the exception as retrieved: only one of the two futures is awaited
 

@@ -167,6 +167,7 @@ class _Direct:
             async with asyncio.timeout(timeout_s):
                 exchange = await pool.send("", json or b"", page)
                 try:
+                    await exchange.head()
                     rest = b"" if limit_bytes is None else await exchange.body()
                 finally:
                     exchange.close()

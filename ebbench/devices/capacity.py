@@ -124,14 +124,15 @@ def reserve_bytes(
     language head that some versions hold once more.
     """
     tokens, seqs = max_num_batched_tokens, min(max_num_seqs, max_num_batched_tokens)
-    inner = model.experts_per_token * model.expert_intermediate if model.experts else model.intermediate
-    inner = max(inner, model.dense_intermediate)
+    inner = model.dense_intermediate if model.experts else model.intermediate
     widest = max(mixer.products[0].columns for mixer in model.mixers)
-    per_token = (3 * inner + widest) / parallel.tp + 4 * model.hidden
+    per_token = max(3 * inner / parallel.tp, _expert_workspace(model, parallel)) + 4 * model.hidden
     workspace = 0
     if model.own_pages:
-        per_token = 3 * inner / parallel.tp + 4 * model.hidden + _beside_compressed(model, parallel)
+        per_token += _beside_compressed(model, parallel)
         workspace = _compressed_workspace(model, tokens)
+    else:
+        per_token += widest / parallel.tp
     trial = start.experts if model.experts else start.dense
     step, sampled = tokens * per_token * model.dtype_bytes, seqs * model.vocab * trial.logit_bytes
     collectives = 0 if parallel.single else COLLECTIVE_BYTES
@@ -141,6 +142,22 @@ def reserve_bytes(
         step + sampled if trial.at_once else max(step, tokens * model.hidden * model.dtype_bytes + sampled, head)
     )
     return int(collectives + graphs + trial_bytes + workspace)
+
+
+def _expert_workspace(model: ModelGeometry, parallel: Parallel) -> float:
+    """Elements per token of the two buffers that a layer's experts work in, which stay allocated between layers.
+
+    Each holds, for every expert that a token has chosen, the wider of what the expert sees and of its inner width,
+    before the gate in one, after it in the other (``workspace_shapes`` of Triton's, Marlin's, CUTLASS' and DeepGEMM's
+    experts, vllm/model_executor/layers/fused_moe/experts). GPUs that share out whole experts have them for the choices
+    of all tokens: those of all data-parallel ranks, which are gathered.
+    """
+    if not model.experts:
+        return 0.0
+    seen = model.expert_hidden or model.hidden
+    inner = model.expert_intermediate / (1 if parallel.ep > 1 else parallel.tp)
+    widths = max((model.mlp_matrices - 1) * inner, seen) + max(inner, seen)
+    return model.experts_per_token * widths * (parallel.dp if parallel.ep > 1 else 1)
 
 
 _PADDED_HEADS = 64

@@ -20,9 +20,9 @@ from ebbench.foreign.documents import read_object
 
 # Names of a decoder's weights as checkpoints have them, with their sizes: quantization configurations name them.
 
-ATTENTION, MLP, EXPERTS = "attention", "mlp", "experts"
+ATTENTION, MLP, EXPERTS, HEAD = "attention", "mlp", "experts", "head"
 
-_LATENT = (("q_a_proj",), ("q_b_proj",), ("kv_a_proj_with_mqa", "kv_a_proj"), ("kv_b_proj",), ("o_proj",))
+_LATENT = (("q_a_proj",), ("q_b_proj",), ("kv_a_proj_with_mqa", "kv_a_proj"), ("kv_b_proj",), ("o_proj", "dense"))
 _STATE = (("in_proj", "in_proj_qkvz", "in_proj_qkv", "q_proj", "qkv_proj"), ("out_proj", "o_proj"))
 _INDEX = (("indexer.wq_b", "indexer.q_proj"), ("indexer.wk", "indexer.k_proj"))
 
@@ -48,7 +48,10 @@ class Module(NamedTuple):
 def read_modules(
     model: ModelGeometry, names: ModuleNames, mixers: Sequence[Sequence[Mixer]], mlps: Sequence[str], dense: str
 ) -> Iterator[Module]:
-    """The weights of all layers; ``mixers`` and ``mlps``: of every layer, of which ``dense`` is a dense MLP's name."""
+    """The weights of all layers, and a language head of its own; ``mixers`` and ``mlps``: of every layer, of which
+    ``dense`` is a dense MLP's name."""
+    if not model.tied_embeddings:
+        yield Module(HEAD, ("lm_head",), model.vocab * model.hidden)
     for layer, (own, mlp) in enumerate(zip(mixers, mlps, strict=True)):
         at = f"layers.{layer}"
         for mixer in own:
@@ -105,6 +108,8 @@ _INTEGER_METHODS, _EXPERT_METHODS, _GONE, _LEFT_OUT = (
 )
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "backbone.", "")
 _WORDS = {ATTENTION: "attention projections", MLP: "MLP projections", EXPERTS: "experts"}
+NEVER, BY_NAME, AS_OTHERS = "never", "by name", "as others"
+"""When a language head is quantized."""
 _WORTH_SAYING = 0.02
 """Share of a kind of weights with another type from which on it is said."""
 
@@ -113,13 +118,14 @@ _WORTH_SAYING = 0.02
 class CheckpointTypes:
     """Names of ``geometry.WEIGHT_BITS`` for weights of attention, MLP and experts and for the KV cache.
 
-    Each is the type of most weights of its kind; ``other_bytes``: how much larger the weights are than these types
-    make them. ``notes``: caveats.
+    Each is the type of most weights of its kind, ``head`` that of a language head that is not tied; ``other_bytes``:
+    how much larger the weights are than these types make them. ``notes``: caveats.
     """
 
     attention: str = PLAIN
     mlp: str = PLAIN
     experts: str = PLAIN
+    head: str = PLAIN
     kv: str = PLAIN
     other_bytes: int = 0
     notes: tuple[str, ...] = ()
@@ -139,9 +145,6 @@ class _Scheme(NamedTuple):
     dtype: _Type
 
 
-_HEAD = "its output layer is quantized, too (lm_head); its size and time are those of 16 bits"
-
-
 def read_types(path: Path, raw: Mapping[str, Any], modules: Iterable[Module]) -> CheckpointTypes:
     """The types of a checkpoint whose config.json is ``raw`` (with its text part merged in).
 
@@ -159,12 +162,30 @@ def read_types(path: Path, raw: Mapping[str, Any], modules: Iterable[Module]) ->
     schemes, left_out = _schemes(path, place, method, config)
     if method in _INTEGER_METHODS:
         left_out += _left_out_of_integers(config)
-    types = _assigned(_Typed.of(path, schemes, left_out, only_experts=method in _EXPERT_METHODS), modules)
-    head = (_HEAD,) if method in _INTEGER_METHODS and config.get("lm_head") is True else ()
-    return replace(types, kv=_kv(path, method, config), notes=(*types.notes, *_of_activations(config, types), *head))
+    routed = config.get("routed_experts_quant_method")
+    if routed is not None and (routed, method, raw.get("model_type")) != ("mxfp4", "fp8", LING_3):
+        raise InputFileError(path, f"{place}: routed_experts_quant_method {routed!r} is not read here")
+    typed = _Typed.of(path, schemes, left_out, only_experts=method in _EXPERT_METHODS)
+    types = _assigned(replace(typed, head=_head_is_typed(method, config)), modules)
+    experts = types.experts if routed is None else "w4a16_mxfp4"
+    notes = (*types.notes, *_of_activations(config, types))
+    return replace(types, experts=experts, kv=_kv(path, method, config), notes=notes)
 
 
-DEEPSEEK_V4 = "deepseek_v4"
+def _head_is_typed(method: str, config: Mapping[str, Any]) -> str:
+    """Whether a language head has the type of the others, one by its name alone, or stays in 16 bits.
+
+    ``get_quant_method`` of vLLM's configurations: ModelOptimizer's treats it as any product; AWQ's and GPTQ's do with
+    ``lm_head``; AutoRound's and compressed-tensors' where they name it; others take products within layers alone.
+    """
+    named = ("auto-round", "inc", "compressed-tensors")
+    stated = method in _INTEGER_METHODS and method not in (*named, "moe_wna16") and config.get("lm_head") is True
+    if stated or method.startswith("modelopt"):
+        return AS_OTHERS
+    return BY_NAME if method in named else NEVER
+
+
+DEEPSEEK_V4, LING_3 = "deepseek_v4", "bailing_moe_v3"
 
 
 def _of_deepseek_v4(path: Path, raw: Mapping[str, Any], config: Mapping[str, Any]) -> CheckpointTypes:
@@ -407,6 +428,7 @@ class _Typed:
     otherwise: _Type
     left_out: _Names
     only_experts: bool
+    head: str = NEVER
 
     @staticmethod
     def of(path: Path, schemes: Sequence[_Scheme], left_out: Iterable[str], *, only_experts: bool) -> _Typed:
@@ -421,15 +443,20 @@ class _Typed:
         """Left out, else by a name, else that of all."""
         if self.only_experts:
             return self.otherwise if module.kind == EXPERTS else _Type(PLAIN)
+        of_all = self.otherwise
+        if module.kind == HEAD and self.head != AS_OTHERS:
+            if self.head == NEVER:
+                return _Type(PLAIN)
+            of_all = _Type(PLAIN)
         names = [f"{prefix}{name}" for name in module.names for prefix in _PREFIXES]
         if any(map(self.left_out.hold, names)):
             return _Type(PLAIN)
-        return next((dtype for targets, dtype in self.named if any(map(targets.hold, names))), self.otherwise)
+        return next((dtype for targets, dtype in self.named if any(map(targets.hold, names))), of_all)
 
 
 def _assigned(typed: _Typed, modules: Iterable[Module]) -> CheckpointTypes:
     """The type of most weights of each kind, and the bytes by which the others differ."""
-    params: dict[str, dict[str, int]] = {kind: {} for kind in _WORDS}
+    params: dict[str, dict[str, int]] = {kind: {} for kind in (*_WORDS, HEAD)}
     bits = 0.0
     for module in modules:
         dtype = typed.type_of(module)
@@ -448,7 +475,8 @@ def _assigned(typed: _Typed, modules: Iterable[Module]) -> CheckpointTypes:
             if name != most[kind] and share > _WORTH_SAYING:
                 shares.append(f"{share:.0%} of its {_WORDS[kind]} are in {name}, not in {most[kind]}")
     notes = (f"{' and '.join(shares)}: their size is counted, their time is as with the others",) if shares else ()
-    return CheckpointTypes(most[ATTENTION], most[MLP], most[EXPERTS], other_bytes=round(other_bytes), notes=notes)
+    attention, mlp, experts, head = (most[kind] for kind in (ATTENTION, MLP, EXPERTS, HEAD))
+    return CheckpointTypes(attention, mlp, experts, head, other_bytes=round(other_bytes), notes=notes)
 
 
 @dataclass(frozen=True)

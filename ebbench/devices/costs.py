@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,6 +25,7 @@ from ebbench.devices.surfaces import (
     AttentionTables,
     estimated_surfaces,
     has_joint_tables,
+    in_line,
     library_surfaces,
     not_measured,
     surfaces,
@@ -136,12 +138,9 @@ def roofline_cost(
         expert_share=model.experts_per_token / model.experts if model.experts else 0.0,
         head_params=model.vocab * model.hidden,
         attention=attention,
-        dense_bytes=model.weight_bytes
-        - model.encoder_bytes
-        - model.experts_bytes
-        - model.embedding_params * model.dtype_bytes,
+        dense_bytes=model.weight_bytes - model.encoder_bytes - model.experts_bytes - model.embedding_bytes,
         expert_bytes=model.experts_bytes,
-        head_bytes=model.vocab * model.hidden * model.dtype_bytes,
+        head_bytes=model.head_bytes,
         overlap=overlap,
         flops_per_s=profile.bf16_flops_per_s * COMPUTE_SHARE,
         bytes_per_s=profile.bandwidth_bytes_per_s * BANDWIDTH_SHARE,
@@ -386,13 +385,13 @@ class TableCost:
     unit of an engine whose units share experts. ``drafter``: of a server with speculative decoding.
     """
 
-    dense_s: list[float]
-    head_s: list[float]
+    dense_s: array[float]
+    head_s: array[float]
     attention: tuple[tuple[int, AttentionTables], ...]
     host: HostCosts
     overlap: bool
     launch_s: float = 0.0
-    experts_s: list[float] | None = None
+    experts_s: array[float] | None = None
     drafter: Drafter | None = None
 
     def step_s(self, shape: StepShape) -> float:
@@ -509,13 +508,13 @@ def table_cost(
     if arrays is None or mixing is None:
         return None
     cost = TableCost(
-        dense_s=arrays.dense.tolist(),
-        head_s=arrays.head.tolist(),
+        dense_s=in_line(arrays.dense),
+        head_s=in_line(arrays.head),
         attention=mixing.layers,
         host=host,
         overlap=overlap,
         launch_s=launch_s(model, shape) if eager else 0.0,
-        experts_s=None if arrays.experts is None else arrays.experts.tolist(),
+        experts_s=None if arrays.experts is None else in_line(arrays.experts),
     )
     notes = (*arrays.notes, *mixing.notes)
     parts = (
@@ -548,6 +547,7 @@ def _mixing(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, host:
     warnings: list[RunWarning] = []
     notes: list[library.Note] = []
     whole: set[str] = set()
+    timed: dict[int, int] = {}  # places of whole modules in ``layers``: two kinds may be timed alike (DeepSeek-V4)
     kinds = sorted(zip(model.mixers, part.mixers, strict=True), key=lambda pair: pair[1].kind == "index")
     for of_model, mixer in kinds:
         if mixer.kind == "index" and whole:
@@ -562,6 +562,9 @@ def _mixing(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, host:
             raw = library_surfaces(rows, read_bytes / profile.bandwidth_bytes_per_s)
             notes.append((f"{KINDS_IN_WORDS.get(mixer.kind, 'attention')} of {mixer.layers} layers", rows.origin))
             whole |= {mixer.kind, "index"} if rows.module else set()
+            if rows.module and (place := timed.setdefault(id(rows), len(layers))) < len(layers):
+                layers[place] = layers[place][0] + mixer.layers, layers[place][1]
+                continue
         elif packaged is not None:
             raw, warnings = packaged[0], [*warnings, *packaged[1], *(library.hint(profile) if scaled else ())]
         elif mixer.measured_alike:

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -199,10 +200,11 @@ class ModelGeometry:
     are normed, ``joint_norms``: over the heads of all GPUs. ``dtype_bytes``: bytes per element of activations,
     embeddings and head.
     ``weight_dtype``: type of the projections in the layers; ``attention_dtype``: of those of attention ("": as the
-    others); ``expert_dtype``: of the experts ("": as the projections); ``kv_dtype``: of the KV cache; names of
-    WEIGHT_BITS, with bfloat16 for any 16-bit type. ``router_dtype``: in which experts are chosen, bfloat16, float32 or
-    tf32 (:mod:`ebbench.devices.routers`). ``positions``: longest sequence in tokens that its config.json
-    allows, 0: not known. ``mtp_layers``: modules that predict further tokens, which only speculative decoding uses.
+    others); ``expert_dtype``: of the experts ("": as the projections); ``head_dtype``: of the language head, if it is
+    not tied; ``kv_dtype``: of the KV cache; names of WEIGHT_BITS, with bfloat16 for any 16-bit type. ``router_dtype``:
+    in which experts are chosen, bfloat16, float32 or tf32 (:mod:`ebbench.devices.routers`). ``positions``:
+    longest sequence in tokens that its config.json allows, 0: not known. ``mtp_layers``: modules that predict further
+    tokens, which only speculative decoding uses.
     ``note``: what is simplified.
     """
 
@@ -239,6 +241,7 @@ class ModelGeometry:
     weight_dtype: str = "bfloat16"
     attention_dtype: str = ""
     expert_dtype: str = ""
+    head_dtype: str = "bfloat16"
     router_dtype: str = "bfloat16"
     kv_dtype: str = "bfloat16"
     positions: int = 0
@@ -280,9 +283,9 @@ class ModelGeometry:
 
     @property
     def weight_dtypes(self) -> tuple[str, ...]:
-        """Data types of all weights in the layers, without repetition."""
+        """Data types of all weights in the layers and of a quantized language head, without repetition."""
         dtypes = [self.weight_dtype, self.dtype_of_attention, *([self.dtype_of_experts] if self.experts else [])]
-        return tuple(dict.fromkeys(dtypes))
+        return tuple(dict.fromkeys([*dtypes, *([self.head_dtype] if self.head_dtype != "bfloat16" else [])]))
 
     @property
     def plain(self) -> bool:
@@ -379,6 +382,17 @@ class ModelGeometry:
         return self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
 
     @property
+    def head_bytes(self) -> float:
+        """Bytes of the language head."""
+        plain = self.head_dtype == "bfloat16"
+        return self.vocab * self.hidden * (self.dtype_bytes if plain else WEIGHT_BITS[self.head_dtype] / 8)
+
+    @property
+    def embedding_bytes(self) -> float:
+        """Bytes of embeddings and language head."""
+        return self.head_bytes + (0 if self.tied_embeddings else self.vocab * self.hidden * self.dtype_bytes)
+
+    @property
     def params(self) -> int:
         """All parameters without norms (below 0.01 %)."""
         return self.layer_params + self.embedding_params + self.other_params
@@ -398,7 +412,8 @@ class ModelGeometry:
         experts = self.expert_layers * self.experts * self.expert_params
         mlp = self.layer_params - self.attention_params - experts - (others - self.other_params)
         return int(
-            (self.embedding_params + others) * self.dtype_bytes
+            self.embedding_bytes
+            + others * self.dtype_bytes
             + self.attention_params * WEIGHT_BITS[self.dtype_of_attention] / 8
             + mlp * WEIGHT_BITS[self.weight_dtype] / 8
             + self.experts_bytes
@@ -476,17 +491,6 @@ class KvGroup:
         """Whether it keeps states where they stood at the end of blocks, as prefix caching needs them."""
         return self.per_sequence > self.drafts + 1
 
-    def held(self, tokens: Ints, processed: Ints) -> Ints:
-        """See :meth:`KvLayout.held`."""
-        if self.per_sequence:
-            return np.full(len(tokens), self.tables * (1 + self.drafts), np.int64)
-        blocks = -(-tokens // self.block_tokens)
-        if self.window:
-            blocks = blocks - np.maximum(processed - self.window + 1, 0) // self.block_tokens
-        if self.chunk:
-            blocks = blocks - processed // self.chunk * self.chunk // self.block_tokens
-        return np.asarray(self.tables * blocks, np.int64)
-
     def first(self, tokens: int, in_flight: int) -> int:
         """Blocks that vLLM wants free to admit a sequence of ``tokens``: a later state's block is not among them."""
         if self.by_block:
@@ -536,9 +540,26 @@ class KvLayout:
 
     def held(self, tokens: Ints, processed: Ints) -> Ints:
         """Blocks of the pool of sequences with room for ``tokens``, of which ``processed`` are computed for good; of
-        states without those that have moved on."""
-        blocks: Ints = np.add.reduce([group.held(tokens, processed) for group in self.groups])
-        return blocks
+        states without those that have moved on. Called in every step."""
+        held: Ints | int = self._states
+        for group in self._by_tokens:
+            size = group.block_tokens
+            blocks = (tokens + (size - 1)) // size
+            if group.window:
+                blocks -= np.maximum(processed - (group.window - 1), 0) // size
+            if group.chunk:
+                blocks -= processed // group.chunk * group.chunk // size
+            held = held + (blocks if group.tables == 1 else blocks * group.tables)
+        return held if isinstance(held, np.ndarray) else np.full_like(tokens, held)
+
+    @cached_property
+    def _by_tokens(self) -> tuple[KvGroup, ...]:
+        return tuple(group for group in self.groups if not group.per_sequence)
+
+    @cached_property
+    def _states(self) -> int:
+        """Blocks of a sequence's running states."""
+        return sum(group.tables * (1 + group.drafts) for group in self.groups if group.per_sequence)
 
     def first(self, tokens: int) -> int:
         """Blocks of the pool that vLLM wants free to admit a sequence of ``tokens``."""

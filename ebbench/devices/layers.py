@@ -347,7 +347,7 @@ def step_arrays(
     dense[0] = 0.0
     return StepArrays(
         dense,
-        _head(profile, model, part, products["bfloat16"]) + joined.head,
+        _head(profile, model, part, products[model.head_dtype]) + joined.head,
         model.expert_layers * experts + joined.group if experts is not None and shape.dp > 1 else None,
         (*warnings, *joined.warnings),
         joined.provenance,
@@ -468,7 +468,7 @@ def _all_products(
     """Matrix products by the types of a model's weights, and in 16 bits, with warnings; None without any tables."""
     tables_by_dtype: dict[str, Gemm] = {}
     warnings: tuple[RunWarning, ...] = ()
-    for dtype in dict.fromkeys((model.dtype_of_attention, model.weight_dtype)):
+    for dtype in dict.fromkeys((model.dtype_of_attention, model.weight_dtype, model.head_dtype)):
         tables = _products(profile, dtype)
         if tables is None:
             return None
@@ -639,7 +639,7 @@ def _head(profile: DeviceProfile, model: ModelGeometry, part: ModelGeometry, gem
     """The language head for the vocabulary's slice, and sampling over the whole vocabulary."""
     sampled = np.arange(MAX_SAMPLED + 1, dtype=float)
     product = _continued(sampled, *gemm(part.vocab, model.hidden))
-    product = _sustained(profile, product, sampled * (2.0 * part.vocab * model.hidden), "bfloat16")
+    product = _sustained(profile, product, sampled * (2.0 * part.vocab * model.hidden), model.head_dtype)
     sampler = SAMPLER_S + sampled * model.vocab * SAMPLER_BYTES_PER_LOGIT / profile.bandwidth_bytes_per_s
     head = product + sampler
     head[0] = 0.0

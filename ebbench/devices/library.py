@@ -387,6 +387,7 @@ def _delta_rows(profile: DeviceProfile, model: ModelGeometry, part: Mixer) -> Ro
     return _rows(_kernel(profile, decode), _kernel(profile, prompt, prompt=True))
 
 
+@cache
 def _rows(decodes: Kernel | None, prompts: Kernel | None, *, module: bool = False) -> Rows | None:
     if decodes is None or prompts is None:
         return None

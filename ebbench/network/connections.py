@@ -121,6 +121,7 @@ class Connection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self._connections = connections
         self._exchange: Exchange | None = None
+        self._readable: select.poll | None = None
 
     def begin(self, exchange: Exchange, request: Sequence[bytes]) -> None:
         """Send the pieces of a request; what comes from now on belongs to its exchange. Raises ConnectError."""
@@ -145,9 +146,10 @@ class Connection(asyncio.Protocol):
             return True
         if self.transport.get_extra_info("sslcontext") is not None:
             return False
-        poll = select.poll()
-        poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
-        return bool(poll.poll(0))
+        if self._readable is None:
+            self._readable = select.poll()
+            self._readable.register(self.transport.get_extra_info("socket"), select.POLLIN)
+        return bool(self._readable.poll(0))
 
     def abort(self) -> None:
         """Close at once."""

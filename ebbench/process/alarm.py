@@ -28,6 +28,7 @@ class Alarm:
         self._loop, self._callback = loop, callback
         self._handle: asyncio.TimerHandle | None = None
         self._spec = _ITIMERSPEC()
+        self._pointer = ctypes.byref(self._spec)
         self._fd, self._settime = _timerfd()
         if self._fd >= 0:
             loop.add_reader(self._fd, self._on_readable)
@@ -40,8 +41,8 @@ class Alarm:
             self._handle = self._loop.call_later(delay_s, self._callback)
             return
         # A zero value would disarm the timer instead of firing it.
-        self._spec[2:] = [*divmod(max(due_ns, 1), 1_000_000_000)]
-        self._settime(self._fd, _ABSOLUTE, ctypes.byref(self._spec), None)
+        self._spec[2], self._spec[3] = divmod(max(due_ns, 1), 1_000_000_000)
+        self._settime(self._fd, _ABSOLUTE, self._pointer, None)
 
     def clear(self) -> None:
         """Cancel the time set, if any."""
@@ -49,8 +50,8 @@ class Alarm:
             self._handle.cancel()
             self._handle = None
         if self._fd >= 0:
-            self._spec[2:] = [0, 0]
-            self._settime(self._fd, _ABSOLUTE, ctypes.byref(self._spec), None)
+            self._spec[2], self._spec[3] = 0, 0
+            self._settime(self._fd, _ABSOLUTE, self._pointer, None)
 
     def close(self) -> None:
         """Close the descriptor; the callback is not called afterwards."""

@@ -328,9 +328,9 @@ class ForkedChild:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for its end. Raises TimeoutExpired."""
-        self._process.join(timeout_s)
-        if timeout_s is not None and self._process.is_alive():
+        if timeout_s is not None and not _ended(self._process.sentinel, timeout_s):
             raise subprocess.TimeoutExpired("a worker", timeout_s)
+        self._process.join()
 
     def kill(self) -> None:
         """Send SIGKILL."""
@@ -352,8 +352,15 @@ def _work(work: Callable[[], object], descriptors: Sequence[int]) -> None:
         os.dup2(null, descriptor)  # not closed: its number would be given again, and an object of the parent's close it
     # Another thread of the parent may have held the locks of its streams.
     sys.stdout = sys.stderr = os.fdopen(STDERR, "w", closefd=False)
-    _exit_after(parent.join)
+    _exit_after(lambda: _ended(parent.sentinel))
     work()
+
+
+def _ended(sentinel: int, timeout_s: float | None = None) -> bool:
+    """Whether a process ends in time, by multiprocessing's sentinel; its own wait loads modules for 5 ms."""
+    poll = select.poll()
+    poll.register(sentinel, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
 
 
 def _exit_after(wait: Callable[[], object]) -> None:

@@ -223,6 +223,9 @@ def software_versions(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return versions | dict(extra or {})
 
 
+_COMMIT, _NO_COMMIT = "# branch.oid ", "(initial)"
+
+
 @cache
 def git_commit() -> str | None:
     """Commit of the checkout, with ``-dirty`` for uncommitted changes; None if ebbench is installed as a package.
@@ -232,12 +235,16 @@ def git_commit() -> str | None:
     top = Path(ebbench.__file__).resolve().parent.parent
     if not (top / ".git").exists():
         return None
-    command = ["git", "-C", str(top), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    # Not `git describe --dirty`, which also looks for tags in the whole history.
+    command = ["git", "-C", str(top), "--no-optional-locks", "status", "--porcelain=v2", "--branch", "-uno"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=2, check=True)
     except (OSError, subprocess.SubprocessError):
         return None  # a missing git must not fail the run
-    return done.stdout.strip() or None
+    lines = done.stdout.splitlines()
+    commit = next((line.removeprefix(_COMMIT) for line in lines if line.startswith(_COMMIT)), _NO_COMMIT)
+    changed = any(not line.startswith("#") for line in lines)
+    return None if commit == _NO_COMMIT else f"{commit}-dirty" if changed else commit
 
 
 def wall_clock_ns() -> int:

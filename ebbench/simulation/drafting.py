@@ -180,7 +180,7 @@ class DraftingScheduler(Scheduler):
         if self.layout is None:
             held: Ints = -(-slots // self.limits.block_size)
         else:
-            held = self.layout.held(slots, self._processed(rows, computed))
+            held = self.layout.held(slots, self._processed(rows, computed, self.in_flight))
         need: Ints = np.maximum(held - self.state.held_blocks.take(rows), 0)
         need[tokens == 0] = 0
         return need

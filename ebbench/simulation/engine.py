@@ -24,7 +24,7 @@ import numpy as np
 from ebbench.devices.base import CostModel, PassCost, StepShape
 from ebbench.simulation.kv import CountingKv
 from ebbench.simulation.scheduler import Scheduler, SchedulerListener, admissible, prompt_tokens
-from ebbench.simulation.state import TURNAROUND_NS, UNSET, Ints
+from ebbench.simulation.state import TURNAROUND_NS, UNSET
 from ebbench.simulation.step import NO_ROWS, NS_PER_S, FigureLog, Step, StepLog
 from vllm_eb.controller import Controller
 from vllm_eb.strategy import Decision, View
@@ -41,11 +41,11 @@ class OpenGate:
     ``asks_each_step``: :meth:`admits_decode` must be called before every step; if not, :meth:`may_coast` is sufficient.
     """
 
-    asks_each_step = False  # while only decodes run, free blocks and slots only decrease
-
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._limit = scheduler.limits.running_limit
+        # While only decodes run, free slots only decrease, and so do free blocks, unless some leave a window.
+        self.asks_each_step = scheduler.layout is not None
 
     @property
     def mode(self) -> str:
@@ -60,18 +60,18 @@ class OpenGate:
         """Whether the next steps may be decode steps of exactly the running requests: no waiting one could join."""
         return not admissible(self._scheduler, self._limit)
 
-    def admits_decode(self, step: Step) -> bool:
-        """Whether ``step`` is to hold exactly the running requests, all of them in decode."""
-        return True
+    def admits_decode(self, step: Step, taken: int) -> bool:
+        """Whether ``step`` is to hold exactly the running requests, all of them in decode, with ``taken`` more KV
+        blocks."""
+        return not admissible(self._scheduler, self._limit, taken)
 
 
 class PolicyGate(OpenGate, SchedulerListener):
     """Asks a controller what each step may hold, and reports admissions and completions to it."""
 
-    asks_each_step = True
-
     def __init__(self, scheduler: Scheduler, controller: Controller) -> None:
         super().__init__(scheduler)
+        self.asks_each_step = True
         self._controller = controller
         self._preempted = 0  # in the last scheduling step
         self._decided: Decision | None = None  # the decision for the next step, if already made
@@ -118,12 +118,12 @@ class PolicyGate(OpenGate, SchedulerListener):
         """See OpenGate: True unless the policy orders the queue in every step."""
         return not self._controller.orders_queue
 
-    def admits_decode(self, step: Step) -> bool:
+    def admits_decode(self, step: Step, taken: int) -> bool:
         """See OpenGate. Another decision is kept for :meth:`fill`, which is called next, at the same time."""
         decision = self._decided or self._controller.decide(self._view(step, coasting=True))
         if (
             decision.phase == "prefill"
-            or (decision.phase == "mixed" and admissible(self._scheduler, decision.running_limit))
+            or (decision.phase == "mixed" and admissible(self._scheduler, decision.running_limit, taken))
             or (decision.token_budget is not None and decision.token_budget < len(self._scheduler.running))
         ):
             self._decided = decision
@@ -220,14 +220,15 @@ class Coasting:
         if most < SHORTEST_RUN:
             self._ending = most == 1 and before > 0
             return False
-        seqs, ones, asks, block_size = len(rows), scheduler.ones[: len(rows)], gate.asks_each_step, limits.block_size
-        growing = np.bincount(-computed % block_size, minlength=block_size).tolist()  # KV blocks needed, by step
+        seqs, ones, asks = len(rows), scheduler.ones[: len(rows)], gate.asks_each_step
         kv_tokens, made, wake_ns = int(np.add.reduce(computed)), 0, now_ns
-        while made < most and wake_ns < until_ns and growing[made % block_size] <= kv.free:
-            step = Step(wake_ns, rows=rows, tokens=ones, sampled=rows, decode_seqs=seqs)
-            if asks and not gate.admits_decode(step):
+        for at_once, in_all in scheduler.decode_blocks(rows, computed):
+            if made == most or wake_ns >= until_ns or at_once > kv.free:
                 break
-            kv.take(growing[made % block_size])
+            step = Step(wake_ns, rows=rows, tokens=ones, sampled=rows, decode_seqs=seqs)
+            if asks and not gate.admits_decode(step, in_all):
+                break
+            kv.take(in_all)
             made += 1
             kv_tokens += seqs
             scheduler.steps += 1
@@ -236,19 +237,11 @@ class Coasting:
             wake_ns = in_flight[made - 1].end_ns
         if made:
             self._ending = made == most and before > 0
-            _commit(scheduler, rows, computed + made)
+            scheduler.commit_decodes(rows, computed + made, before)
             for _ in range(min(before, made - 1)):
                 scheduler.deliver()
             scheduler.deliver_decodes(rows, max(made - 1 - before, 0))
         return made > 0
-
-
-def _commit(scheduler: Scheduler, rows: Ints, computed: Ints) -> None:
-    """Count the tokens of all steps as scheduled."""
-    state = scheduler.state
-    state.computed[rows] = computed
-    state.target[rows] = computed + 1
-    state.held_blocks[rows] = -(-computed // scheduler.limits.block_size)
 
 
 def not_quiet() -> int:
@@ -308,7 +301,8 @@ class EngineLoop:
         self._alone = units[0] if len(units) == 1 else None
         self._first, self._scheduler = units[0].index, units[0].scheduler
         self._coasting: Coasting | None = None
-        if self._alone is not None and self._scheduler.counted is not None and self._scheduler.layout is None:
+        by_tokens = self._scheduler.layout is None or self._scheduler.limits.scheduler_reserve_full_isl
+        if self._alone is not None and self._scheduler.counted is not None and by_tokens:
             self._coasting = Coasting(self._scheduler, self._scheduler.counted, self._alone.gate, self._run_alone)
         self._timer = StepTimer()
         self._depth = 2 if units[0].scheduler.limits.async_scheduling else 1
@@ -447,7 +441,8 @@ class EngineLoop:
         """Make decode steps of the running requests up to ``quiet_until_ns()`` while there is nothing else to do.
 
         Returns False if no such step was made; nothing has then changed. Only engines with one unit coast, and only if
-        its KV blocks are counted by tokens alone and no listener follows the passes.
+        its KV blocks are counted, what one admits does not depend on those just taken, and no listener follows the
+        passes.
         """
         coasting, passes = self._coasting, self._passes
         if coasting is None or self.on_pass is not None or not coasting.due() or (passes and not passes[0].steps):

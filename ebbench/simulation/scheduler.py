@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import cycle
 
 import numpy as np
 
 from ebbench.devices.base import StepShape
+from ebbench.devices.geometry import KvLayout
 from ebbench.simulation.front_end import FrontEnd
 from ebbench.simulation.kv import CountingKv, KvBlocks, LaidOutKv, StatesKv
 from ebbench.simulation.state import UNSET, Ints, RequestState
@@ -39,8 +41,9 @@ def chunk_limit(scheduler: Scheduler, candidates: int) -> int:
     return limits.long_prefill_token_threshold
 
 
-def admissible(scheduler: Scheduler, running_limit: int) -> bool:
-    """Whether the first waiting request could be admitted now, if one token of the budget is left for it."""
+def admissible(scheduler: Scheduler, running_limit: int, taken: int = 0) -> bool:
+    """Whether the first waiting request could be admitted now, if one token of the budget is left for it, after the
+    running ones have taken so many KV blocks."""
     if not scheduler.waiting or len(scheduler.running) >= running_limit:
         return False
     row = scheduler.waiting[0]
@@ -50,7 +53,7 @@ def admissible(scheduler: Scheduler, running_limit: int) -> bool:
     # Cached on this instance, or received from another: no computation is needed for them.
     cached = max(len(hits) * scheduler.limits.block_size, scheduler.delivered.get(row, 0))
     tokens = known if scheduler.limits.scheduler_reserve_full_isl else cached + 1
-    return _fits(scheduler, tokens, hits, pinned)
+    return _fits(scheduler, tokens, hits, pinned, taken)
 
 
 def admit_waiting(
@@ -115,11 +118,11 @@ def admit_waiting(
     return rows, tokens
 
 
-def _fits(scheduler: Scheduler, tokens: int, hits: Sequence[int], pinned: int) -> bool:
-    """Whether blocks for ``tokens`` tokens are free; ``pinned`` of the blocks that are hit count as free now."""
+def _fits(scheduler: Scheduler, tokens: int, hits: Sequence[int], pinned: int, taken: int = 0) -> bool:
+    """Whether blocks for ``tokens`` tokens are free, ``taken`` less; ``pinned`` of those that are hit count as free."""
     if scheduler.layout is not None:
-        return scheduler.layout.first(tokens) <= scheduler.kv.free
-    return -(-tokens // scheduler.limits.block_size) - len(hits) + pinned <= scheduler.kv.free
+        return scheduler.layout.first(tokens) <= scheduler.kv.free - taken
+    return -(-tokens // scheduler.limits.block_size) - len(hits) + pinned <= scheduler.kv.free - taken
 
 
 def _allocate(scheduler: Scheduler, row: int, hits: Sequence[int], cached: int, slots: int) -> None:
@@ -434,7 +437,7 @@ class Scheduler:
         """Further KV blocks of each row for ``tokens`` more tokens; below 0 where some have left a window."""
         computed, held_blocks = self.state.computed.take(rows), self.state.held_blocks.take(rows)
         if self.layout is not None:
-            processed = self._processed(rows, computed)
+            processed = self._processed(rows, computed, self.in_flight)
             need: Ints = self.layout.held(computed + tokens, processed) - held_blocks
             need[tokens == 0] = 0
             return need
@@ -454,7 +457,7 @@ class Scheduler:
         if np.count_nonzero(due) < len(rows):
             rows, computed = rows[due], computed[due]
         if self.layout is not None:
-            processed = self._processed(rows, computed)
+            processed = self._processed(rows, computed, self.in_flight)
             need = self.layout.held(computed + 1, processed) - state.held_blocks.take(rows)
             if len(rows) > budget or not self._suffices(need):
                 return None
@@ -512,12 +515,47 @@ class Scheduler:
             return bool(np.add.reduce(need) <= self.kv.free)
         return not len(need) or bool(np.maximum.reduce(np.cumsum(need)) <= self.kv.free)
 
-    def _processed(self, rows: Ints, computed: Ints) -> Ints:
+    def decode_blocks(self, rows: Ints, computed: Ints) -> Iterator[tuple[int, int]]:
+        """KV blocks of the steps to come that all decode ``rows``: how many must be free, and how many are taken."""
+        size = self.limits.block_size
+        if self.layout is None:
+            growing = np.bincount(-computed % size, minlength=size).tolist()
+            return cycle(zip(growing, growing, strict=True))
+        return self._laid_out_blocks(self.layout, rows, computed)
+
+    def _laid_out_blocks(self, layout: KvLayout, rows: Ints, computed: Ints) -> Iterator[tuple[int, int]]:
+        """As :meth:`decode_blocks`; of ever more steps at once, since most callers take few."""
+        flying, held = len(self.in_flight), self.state.held_blocks.take(rows)
+        processed, made, most = self._processed(rows, computed, self.in_flight), 0, 4
+        while True:
+            before = np.arange(made, made + most)[:, None] + computed
+            done = before - flying
+            if not made:
+                done[0] = processed
+            blocks = layout.held((before + 1).ravel(), done.ravel()).reshape(before.shape)
+            need = np.diff(blocks, axis=0, prepend=held[None])
+            at_once = np.maximum.reduce(np.cumsum(need, axis=1), axis=1)
+            yield from zip(at_once.tolist(), np.add.reduce(need, axis=1).tolist(), strict=True)
+            held, made, most = blocks[-1], made + most, min(2 * most, 64)
+
+    def commit_decodes(self, rows: Ints, computed: Ints, before: int) -> None:
+        """Count the tokens of steps that all decoded ``rows`` as scheduled; ``before``: as many others were in flight
+        when each of them was."""
+        state = self.state
+        state.computed[rows] = computed
+        state.target[rows] = computed + 1
+        if self.layout is None:
+            state.held_blocks[rows] = -(-computed // self.limits.block_size)
+        else:
+            flying = [self.in_flight[place - 1] for place in range(-before, 0)]
+            state.held_blocks[rows] = self.layout.held(computed, self._processed(rows, computed - 1, flying))
+
+    def _processed(self, rows: Ints, computed: Ints, in_flight: Collection[Step]) -> Ints:
         """Tokens of ``rows`` that are computed for good: without those of steps in flight."""
-        if not self.in_flight:
+        if not in_flight:
             return computed
         flying = np.zeros(self.state.count, np.int64)
-        for step in self.in_flight:
+        for step in in_flight:
             flying[step.rows] += step.tokens
         return computed - flying.take(rows)
 
@@ -591,7 +629,7 @@ class Scheduler:
         """Tokens of ``rows`` after a step of ``tokens``, KV slots for them, and tokens computed for good before it."""
         computed = self.state.computed.take(rows)
         after = computed + tokens
-        return after, self._slots(after), self._processed(rows, computed)
+        return after, self._slots(after), self._processed(rows, computed, self.in_flight)
 
     def _grow_state(self, states: StatesKv, row: int, after: int, slots: int, processed: int) -> bool:
         """Whether the blocks were free that a row needs for a step, whose ends are those of :meth:`_ends_of`."""

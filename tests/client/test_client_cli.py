@@ -29,10 +29,10 @@ def _ebbench(cwd: Path, *arguments: str, **environ: str) -> subprocess.Completed
 
 
 def test_a_run_against_a_server_is_stored_and_saved_as_vllm_does(tmp_path: Path) -> None:
-    with FakeServerProcess(FakeConfig(ttft_ms=5, itl_ms=20)) as server:  # tokens of one read have no TPOT
+    with FakeServerProcess(FakeConfig(ttft_ms=5, itl_ms=20)) as server:
         done = _ebbench(
             tmp_path, "run", "balanced", "--engine", server.url, "-n", "40", "-c", "4", *SMALL, "--output-dir", "out",
-            "--goodput", "ttft:5000", "tpot:5000", "--warmup", "2", "--save-as-vllm", "vllm.json", "--json",
+            "--goodput", "ttft:5000", "e2el:5000", "--warmup", "2", "--save-as-vllm", "vllm.json", "--json",
         )  # fmt: skip
         ledger = [e for e in server.ledger() if not e.request_id.startswith("warmup")]
     # A busy test machine may make the run INVALID (4); anything else is an error.

@@ -128,7 +128,7 @@ def test_a_close_instead_of_an_answer_ends_the_use_of_connections() -> None:
         await (await pool.send("1", b"", Nothing())).body()
         await asyncio.sleep(0.02)
         with pytest.raises(ProtocolError):
-            await pool.send("2", b"", Nothing())
+            await (await pool.send("2", b"", Nothing())).body()
         assert not pool.connections.reuse
 
     with_pool(scenario, Closer())

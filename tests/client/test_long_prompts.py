@@ -68,11 +68,21 @@ def test_bodies_are_built_ahead_up_to_the_memory_limit(monkeypatch: pytest.Monke
     ahead.close()
 
 
-def test_short_prompts_are_built_when_due() -> None:
-    ahead, _ = ahead_of(5, tokens=LONG - 1)
+def test_short_prompts_are_built_before_the_start_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead, bodies = ahead_of(5, tokens=LONG - 1)
+    body = bodies.build(Turn(2, "r2", 0, LONG - 1, 6, 2, None, None))
+    monkeypatch.setattr(session_plan, "SHORT_BYTES", 3 * len(body) - 9)
+    ahead.start(5)
+    assert ahead.take(2) == body
+    assert ahead.take(2) is None
+    assert ahead.take(3) is None
+    ahead.close()
+
+
+def test_workers_that_share_sessions_out_build_none_before_the_start() -> None:
+    ahead, _ = ahead_of(5, step=2, tokens=5)
     ahead.start(5)
     assert ahead.take(0) is None
-    ahead.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -142,10 +142,48 @@ def test_activations_that_stay_in_16_bits_are_a_caveat(tmp_path: Path, activatio
     assert ("its activations stay in 16 bits" in read_config(path).note) == said
 
 
-@pytest.mark.parametrize("quantized", [True, False])
-def test_a_quantized_output_layer_is_a_caveat(tmp_path: Path, quantized: bool) -> None:
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 128, "lm_head": quantized}
-    assert ("lm_head" in read_config(written(tmp_path, quantization_config=config)).note) == quantized
+INT4 = {"num_bits": 4, "type": "int", "group_size": 128}
+HEADS: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "gptq", "bits": 4, "group_size": 128, "lm_head": True}, "int4"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 128, "lm_head": False}, "bfloat16"),
+    ({"quant_method": "gptq", "bits": 4, "lm_head": True, "dynamic": {"-:lm_head": {}}}, "bfloat16"),
+    ({"quant_method": "gptq", "bits": 4, "lm_head": True, "dynamic": {"+:lm_head": {"bits": 8}}}, "int8"),
+    ({"quant_method": "gptq", "bits": 4, "lm_head": True, "modules_in_block_to_quantize": ["q_proj"]}, "bfloat16"),
+    ({"quant_method": "awq", "bits": 4, "group_size": 128, "lm_head": True}, "int4"),
+    ({"quant_method": "awq", "bits": 4, "lm_head": True, "modules_to_not_convert": ["lm_head"]}, "bfloat16"),
+    ({"quant_method": "auto-round", "bits": 4, "lm_head": True}, "bfloat16"),
+    ({"quant_method": "auto-round", "bits": 4, "extra_config": {"lm_head": {"bits": 8}}}, "int8"),
+    ({"quant_method": "compressed-tensors", "config_groups": {"0": {"targets": ["Linear"], "weights": INT4}}},
+     "bfloat16"),
+    ({"quant_method": "compressed-tensors", "config_groups": {"0": {"targets": ["Linear", "re:.*lm_head"],
+                                                                     "weights": INT4}}}, "int4"),
+    ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+    ({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}, "bfloat16"),
+    ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
+        "lm_head": {"quant_algo": "NVFP4"}, "model.layers.*": {"quant_algo": "FP8"}}}, "nvfp4"),
+    ({"quant_method": "fp8"}, "bfloat16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "head"), HEADS)
+def test_a_language_head_has_the_type_that_vllm_gives_it(tmp_path: Path, config: dict[str, Any], head: str) -> None:
+    model = read_config(written(tmp_path, quantization_config=config))
+    assert model.head_dtype == head
+    tied = read_config(written(tmp_path, quantization_config=config, tie_word_embeddings=True))
+    assert tied.head_dtype == "bfloat16", "tied embeddings are looked up in 16 bits"
+
+
+def test_a_quantized_head_counts_in_bytes_and_times(tmp_path: Path) -> None:
+    config = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    measured = []
+    for left_out in ([], ["lm_head"]):
+        path = written(tmp_path, quantization_config=config | {"exclude_modules": left_out})
+        time_s = load_device("h200", str(path)).cost.step_s(decode_shape(1, 100))
+        measured.append((read_config(path).weight_bytes, time_s))
+    (fewer, sooner), (more, later) = measured
+    head_bytes = 151936 * 4096
+    assert more - fewer == head_bytes
+    assert later - sooner == pytest.approx(head_bytes / 4.8e12, rel=0.4)
 
 
 @pytest.mark.parametrize(("window", "layers"), [(4096, 36), (32768, 0), (262144, 0)])

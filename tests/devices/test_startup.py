@@ -104,6 +104,25 @@ def test_several_gpus_divide_the_step_and_need_room_for_collectives() -> None:
     assert two > four
 
 
+def test_experts_work_in_two_buffers_for_every_choice_of_a_token() -> None:
+    """The hidden size is not divided, so more GPUs hardly help; ranks with shared experts compute the tokens of all."""
+    model, start = (
+        find_model("qwen3-30b-a3b"),
+        replace(start_up("0.31"), experts=replace(start_up("0.31").experts, heads=0)),
+    )
+
+    def per_token(parallel: Parallel) -> float:
+        large, small = (reserve_bytes(model, start, 1, tokens, parallel=parallel) for tokens in (16_384, 8192))
+        return (large - small) / 8192 / model.dtype_bytes
+
+    beside = 4 * model.hidden
+    for tp in (1, 2, 4):
+        columns = model.mixers[0].products[0].columns / tp
+        assert per_token(Parallel(tp=tp)) == pytest.approx(8 * (2048 + 2048) + beside + columns)
+    columns = model.mixers[0].products[0].columns
+    assert per_token(Parallel(dp=4, ep=4)) == pytest.approx(4 * 8 * (2048 + 2048) + beside + columns)
+
+
 def test_cuda_graphs_are_set_aside_by_versions_that_count_them() -> None:
     for version, counted in (("0.19", False), ("0.24", True), ("0.28", False), ("0.32", True)):
         start = start_up(version)

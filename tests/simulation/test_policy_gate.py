@@ -200,9 +200,9 @@ def test_a_decision_that_ends_coasting_is_used_for_the_next_step() -> None:
     table = Table(policy, [(8, 9), (8, 9)])
     table.add(0)
     table.step()
-    assert table.gate.admits_decode(Step(table.now_ns))
+    assert table.gate.admits_decode(Step(table.now_ns), 0)
     table.add(1)
-    assert not table.gate.admits_decode(Step(table.now_ns))
+    assert not table.gate.admits_decode(Step(table.now_ns), 0)
     assert rows(table.step()) == [1]
     assert len(policy.views) == 3
 
@@ -211,9 +211,9 @@ def test_a_mixed_decision_lets_decodes_run_on_unless_a_request_could_join() -> N
     table = Table(Scripted(PREFILL, MIXED, MIXED), [(8, 9), (8, 9)])
     table.add(0)
     table.step()
-    assert table.gate.admits_decode(Step(table.now_ns))
+    assert table.gate.admits_decode(Step(table.now_ns), 0)
     table.add(1)
-    assert not table.gate.admits_decode(Step(table.now_ns))
+    assert not table.gate.admits_decode(Step(table.now_ns), 0)
 
 
 @pytest.mark.parametrize("orders", [True, False])

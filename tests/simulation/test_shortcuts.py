@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from ebbench.devices.geometry import KvGroup, KvLayout
 from ebbench.engines import sim
 from ebbench.engines.base import EngineResult
 from ebbench.simulation import engine as engine_module
@@ -43,6 +46,29 @@ def noted(ordinary: Callable[[Any, Step], None], times_ns: list[int]) -> Callabl
 @given(worlds())
 @settings(max_examples=150, deadline=None)
 def test_coasting_makes_the_same_steps(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "SHORTEST_RUN", 1)
+        in_one_go = world.run()
+        patch.setattr(engine_module, "SHORTEST_RUN", NEVER)
+        assert equal(in_one_go, world.run())
+
+
+WINDOWS = [
+    (KvGroup(1, 16), KvGroup(3, 16, window=24)),
+    (KvGroup(1, 64), KvGroup(2, 16, window=33), KvGroup(1, 4, window=8)),
+    (KvGroup(1, 16), KvGroup(2, 16, chunk=32)),
+    (KvGroup(1, 32), KvGroup(3, 32, per_sequence=1)),
+]
+
+
+@given(worlds(), st.sampled_from(WINDOWS), st.sampled_from((0, 1, 9, 1000)))
+@settings(max_examples=25, deadline=None)
+def test_coasting_gives_blocks_back_in_time(world: World, groups: tuple[KvGroup, ...], more: int) -> None:
+    """Where layers keep windows, chunks or states: also with requests that wait for those blocks."""
+    budget = world.options.max_num_batched_tokens
+    layout = KvLayout(groups, 1, 512, budget * (2 if world.options.async_scheduling else 1))
+    options = replace(world.options, num_kv_blocks=layout.most(512) + more, max_model_len=512)
+    world = replace(world, layout=layout, options=options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "SHORTEST_RUN", 1)
         in_one_go = world.run()

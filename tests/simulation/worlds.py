@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 from hypothesis import strategies as st
 
 from ebbench.devices.base import Device
 from ebbench.devices.costs import LinearCost
+from ebbench.devices.geometry import KvLayout
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import ClosedPhase, Plan
@@ -89,11 +90,12 @@ def plan(
 
 @dataclass(frozen=True)
 class World:
-    """All inputs of a simulated run: plan, policy, options and device."""
+    """All inputs of a simulated run: plan, policy, options and device; ``layout``: of its KV cache."""
 
     plan: Plan
     policy: str
     options: EngineOptions
+    layout: KvLayout | None = None
 
     def run(self) -> EngineResult:
         """The result of the simulation."""
@@ -101,7 +103,9 @@ class World:
 
     def on(self, engine: SimEngine) -> EngineResult:
         """The result of an engine with other settings."""
-        return engine.run(self.plan, parse_policy(self.policy), device(), self.options, None)
+        return engine.run(
+            self.plan, parse_policy(self.policy), replace(device(), kv_layout=self.layout), self.options, None
+        )
 
 
 @st.composite

@@ -18,6 +18,9 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 # at the same time (of two pytest processes, or replicas) would share one core and leave the other idle.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# vLLM's n-gram drafter loads numba, which sets OpenMP to a thread per core whatever the line above says. From then on
+# each operation of torch in the process waits, spinning, for a second thread: ten times the CPU time.
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # engines of these tests live in the test process
 
 if importlib.util.find_spec("vllm") is None:

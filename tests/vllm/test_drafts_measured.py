@@ -23,6 +23,7 @@ N_GRAMS = {
 
 
 @pytest.mark.vllm
+@pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize(
     ("policy", "adapts"),
     [pytest.param("v1", False, marks=pytest.mark.nightly), ("marginal:draft=adaptive,update_every=8", True)],

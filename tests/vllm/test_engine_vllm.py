@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import statistics
 from collections import Counter
@@ -19,8 +20,10 @@ from ebbench.errors import RunError
 from ebbench.records.run import Run
 from ebbench.spec.client import ClientOptions
 from ebbench.spec.server import EngineOptions
+from tests.processes.process_tree import wait_until
+from tests.vllm import whole_command
 from tests.vllm.emulation import DEVICE, Traffic, make_plan
-from tests.vllm.whole_command import ebbench
+from tests.vllm.whole_command import command_environment, ebbench
 from vllm_eb.policy import parse_policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("forking")]
@@ -101,6 +104,14 @@ def test_step_records_join_the_requests(emulated_run) -> None:  # type: ignore[n
     assert {("phase", "prefill"), ("phase", "decode")} <= kinds
 
 
+def command(model: Path, folder: Path, requests: int, *more: object) -> list[object]:
+    """A run on a server that the command starts, into ``folder``/out."""
+    return [
+        "run", "balanced", "--input-len", 60, "--output-len", 40, "--engine", "vllm", "--model", model,
+        "--policy", "eb:k=2", "-n", requests, "-c", 4, "--max-model-len", 1024, "-o", folder / "out", *more,
+    ]  # fmt: skip
+
+
 def test_a_server_that_the_plugin_does_not_schedule_is_not_measured(small_model_folder: Path) -> None:
     engine = VllmEngine(
         model=str(small_model_folder),
@@ -113,33 +124,31 @@ def test_a_server_that_the_plugin_does_not_schedule_is_not_measured(small_model_
     assert not server_processes(small_model_folder)
 
 
-def test_a_server_that_dies_at_start_is_reported_with_the_end_of_its_log(small_model_folder: Path) -> None:
-    engine = VllmEngine(model=str(small_model_folder), client=CLIENT, vllm_options=("--no-such-option",))
-    with pytest.raises(RunError, match=r"did not come up \(exit status 2\)(.|\n)*--no-such-option"):
-        engine.run(make_plan(Traffic(sessions=2)), parse_policy("v0"), DEVICE, OPTIONS)
+def test_a_server_that_dies_at_start_is_reported_with_the_end_of_its_log(
+    small_model_folder: Path, tmp_path: Path
+) -> None:
+    done = ebbench(*command(small_model_folder, tmp_path, 2, "--", "--no-such-option"))
+    assert done.returncode == RunError.exit_code
+    assert re.search(r"did not come up \(exit status 2\)(.|\n)*--no-such-option", done.stderr), done.stderr
 
 
 def test_a_server_killed_midway_makes_an_invalid_run_with_exact_counts(
     small_model_folder: Path, tmp_path: Path
 ) -> None:
-    def kill(_finished: object) -> None:
-        for pid in server_processes(small_model_folder):
-            if b"supervisor.py" not in Path(f"/proc/{pid}/cmdline").read_bytes():  # it cleans up after the server
-                os.kill(pid, signal.SIGKILL)
-
-    engine = VllmEngine(
-        model=str(small_model_folder),
-        client=CLIENT,
-        emulation=Emulation("h200", "qwen3-8b", slow_motion=4.0),
-        log=tmp_path / "server.log",
-        on_batch=kill,
-    )
-    plan = make_plan(Traffic(sessions=30, concurrency=6, max_output=40))
-    result = engine.run(plan, parse_policy("v0"), DEVICE, OPTIONS)
-    statuses = Counter(result.requests["status"].to_pylist())
-    assert sum(statuses.values()) == len(plan)
-    assert statuses["ok"] > 0
-    assert statuses["ok"] < len(plan)
-    assert any("died during the run" in reason and "server.log" in reason for reason in map(str, result.invalid))
-    assert (tmp_path / "server.log").stat().st_size > 0
+    with (tmp_path / "said").open("wb") as said:
+        words = [str(word) for word in command(small_model_folder, tmp_path, 5000)]
+        process = whole_command.begin(words, command_environment(), said, said, tmp_path)
+    wait_until(lambda: list(tmp_path.glob("out/requests.part-*")), "nothing was measured", 480.0)
+    for pid in server_processes(small_model_folder):
+        if b"supervisor.py" not in Path(f"/proc/{pid}/cmdline").read_bytes():  # it cleans up after the server
+            os.kill(pid, signal.SIGKILL)
+    assert process.wait(120) == RunError.exit_code
+    run = Run.load(tmp_path / "out")
+    statuses = Counter(run.requests["status"].to_pylist())
+    assert sum(statuses.values()) == 5000
+    assert 0 < statuses["ok"] < 5000
+    assert not run.manifest.valid
+    reasons = map(str, run.manifest.reasons)
+    assert any("died during the run" in reason and "server.log" in reason for reason in reasons)
+    assert (tmp_path / "out" / "server.log").stat().st_size > 0
     assert not server_processes(small_model_folder)

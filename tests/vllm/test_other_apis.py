@@ -11,7 +11,7 @@ from tests.client.client_runs import plan_of, run
 from tests.vllm import small_model
 from tests.vllm.serving import samples, server
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("forking")]
 
 COUNTERS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:prefix_cache_hits_total")
 SHARED = "the same beginning of all prompts, " * 6  # more than a block of 128 tokens, of which each is a byte

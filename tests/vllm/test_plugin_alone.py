@@ -16,6 +16,7 @@ import pytest
 
 from tests.processes.process_tree import assert_gone, descendants, wait_until
 from tests.vllm import forking
+from tests.vllm.serving import client, healthy
 from tests.vllm.whole_command import ebbench
 
 pytestmark = pytest.mark.vllm
@@ -39,7 +40,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(site: Path, small_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def http() -> Iterator[httpx.Client]:
+    """One for all requests."""
+    with client() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def url(
+    site: Path, http: httpx.Client, small_model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     """A server started by the printed line in a shell without this checkout on its paths; it forks its processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -63,10 +73,7 @@ def url(site: Path, small_model_folder: Path, tmp_path_factory: pytest.TempPathF
 
     def ready() -> bool:
         assert server.poll() is None, log.read_text()
-        try:
-            return httpx.get(f"http://127.0.0.1:{port}/health", timeout=2.0).status_code == 200
-        except httpx.HTTPError:
-            return False
+        return healthy(http, f"http://127.0.0.1:{port}")
 
     wait_until(ready, "the server did not come up", 480.0)
     yield f"http://127.0.0.1:{port}"
@@ -76,9 +83,9 @@ def url(site: Path, small_model_folder: Path, tmp_path_factory: pytest.TempPathF
     assert_gone(below)
 
 
-def figures(url: str) -> dict[str, float]:
+def figures(http: httpx.Client, url: str) -> dict[str, float]:
     """The plugin's samples, by name and the labels that tell them apart."""
-    text = httpx.get(f"{url}/metrics", timeout=60).text
+    text = http.get(f"{url}/metrics").text
     found = {}
     for name, labels, value in re.findall(r"^(vllm_eb\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
         state = re.search(r'(?:mode|phase|policy)="([^"]*)"', labels)
@@ -86,19 +93,19 @@ def figures(url: str) -> dict[str, float]:
     return found
 
 
-def ask(url: str, prompt: int) -> int:
+def ask(http: httpx.Client, url: str, prompt: int) -> int:
     """One answer; its HTTP status."""
     body = {"prompt": [5 + prompt] * 40, "max_tokens": 30, "ignore_eos": True}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=120.0).status_code
+    return http.post(f"{url}/v1/completions", json=body).status_code
 
 
-def test_figures_move_with_the_load(url: str) -> None:
-    assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 200
+def test_figures_move_with_the_load(http: httpx.Client, url: str) -> None:
+    assert http.get(f"{url}/v1/models").status_code == 200
     seen = []
     for _ in range(2):
         with concurrent.futures.ThreadPoolExecutor(16) as pool:
-            assert set(pool.map(lambda number: ask(url, number), range(64))) == {200}
-        seen.append(figures(url))
+            assert set(pool.map(lambda number: ask(http, url, number), range(64))) == {200}
+        seen.append(figures(http, url))
     before, after = seen
     assert after["vllm_eb_info eb"] == 1
     assert (after["vllm_eb_mode mixed"], after["vllm_eb_mode exclusive"]) == (0, 1)
@@ -109,13 +116,13 @@ def test_figures_move_with_the_load(url: str) -> None:
     assert before["vllm_eb_phase_switches_total"] < after["vllm_eb_phase_switches_total"]
     assert after["vllm_eb_mode_switches_total"] == 0
     assert 1 <= after["vllm_eb_refill_threshold_slots"] <= 8
-    assert figures(url) == after, "an idle server shows its last state"
+    assert figures(http, url) == after, "an idle server shows its last state"
 
 
-def test_the_servers_log_names_the_policy_and_shows_its_figures(url: str, site: Path) -> None:
+def test_the_servers_log_names_the_policy_and_shows_its_figures(http: httpx.Client, url: str, site: Path) -> None:
     """After the load of the test above: at the start, and whenever vLLM logs its own figures."""
     for number in range(3):
-        assert ask(url, number) == 200
+        assert ask(http, url, number) == 200
 
     def logged() -> bool:
         text = (site / "server.log").read_text(encoding="utf-8")
@@ -125,5 +132,5 @@ def test_the_servers_log_names_the_policy_and_shows_its_figures(url: str, site: 
     assert "settings hold until the server is restarted" in (site / "server.log").read_text(encoding="utf-8")
 
 
-def test_vllms_own_metrics_are_still_there(url: str) -> None:
-    assert "vllm:num_requests_running" in httpx.get(f"{url}/metrics", timeout=60).text
+def test_vllms_own_metrics_are_still_there(http: httpx.Client, url: str) -> None:
+    assert "vllm:num_requests_running" in http.get(f"{url}/metrics").text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -38,9 +37,10 @@ def variables(request: pytest.FixtureRequest, forked: bool) -> dict[str, str]:
 
 def begin(folder: Path, variables: dict[str, str], *words: object) -> subprocess.Popen[bytes] | ForkedCommand:
     """A command as a user starts it: its engines in processes of their own."""
-    inherited = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     with (folder / "said").open("wb") as said:
-        return whole_command.begin([str(word) for word in words], inherited | variables, said, said, folder)
+        return whole_command.begin(
+            [str(word) for word in words], whole_command.command_environment() | variables, said, said, folder
+        )
 
 
 def end(process: subprocess.Popen[bytes] | ForkedCommand, number: signal.Signals, least: int) -> int:
@@ -73,7 +73,7 @@ def free_port() -> int:
 
 
 # A server costs ten to twenty CPU seconds: what SIGTERM does to a run is seen with several servers, below.
-@pytest.mark.parametrize(("number", "forked"), [(signal.SIGHUP, FORKED), (signal.SIGKILL, SPAWNED)])
+@pytest.mark.parametrize(("number", "forked"), [(signal.SIGHUP, FORKED), (signal.SIGKILL, FORKED)])
 def test_a_signalled_run_ends_its_server(
     small_model_folder: Path, tmp_path: Path, number: signal.Signals, variables: dict[str, str]
 ) -> None:

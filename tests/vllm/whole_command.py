@@ -28,13 +28,16 @@ def begin(
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=stdout, stderr=stderr, start_new_session=True)
 
 
+def command_environment() -> dict[str, str]:
+    """Tests' own engines live in the test process; servers started by a command do as they do for users."""
+    return {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+
+
 def ebbench(*words: object) -> subprocess.CompletedProcess[str]:
     """Run a command to its end. One that takes too long is interrupted, so that it stops the servers it started."""
-    # The tests' own engines live in the test process; servers started by a command do as they do for users.
-    environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     command = [str(word) for word in words]
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        process = begin(command, environment, stdout, stderr, Path.cwd())
+        process = begin(command, command_environment(), stdout, stderr, Path.cwd())
         try:
             status = process.wait(LONGEST_S)
         except subprocess.TimeoutExpired:
