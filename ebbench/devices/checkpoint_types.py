@@ -22,7 +22,7 @@ from ebbench.foreign.documents import read_object
 
 ATTENTION, MLP, EXPERTS, HEAD = "attention", "mlp", "experts", "head"
 
-_LATENT = (("q_a_proj",), ("q_b_proj",), ("kv_a_proj_with_mqa", "kv_a_proj"), ("kv_b_proj",), ("o_proj",))
+_LATENT = (("q_a_proj",), ("q_b_proj",), ("kv_a_proj_with_mqa", "kv_a_proj"), ("kv_b_proj",), ("o_proj", "dense"))
 _STATE = (("in_proj", "in_proj_qkvz", "in_proj_qkv", "q_proj", "qkv_proj"), ("out_proj", "o_proj"))
 _INDEX = (("indexer.wq_b", "indexer.q_proj"), ("indexer.wk", "indexer.k_proj"))
 
@@ -162,9 +162,14 @@ def read_types(path: Path, raw: Mapping[str, Any], modules: Iterable[Module]) ->
     schemes, left_out = _schemes(path, place, method, config)
     if method in _INTEGER_METHODS:
         left_out += _left_out_of_integers(config)
+    routed = config.get("routed_experts_quant_method")
+    if routed is not None and (routed, method, raw.get("model_type")) != ("mxfp4", "fp8", LING_3):
+        raise InputFileError(path, f"{place}: routed_experts_quant_method {routed!r} is not read here")
     typed = _Typed.of(path, schemes, left_out, only_experts=method in _EXPERT_METHODS)
     types = _assigned(replace(typed, head=_head_is_typed(method, config)), modules)
-    return replace(types, kv=_kv(path, method, config), notes=(*types.notes, *_of_activations(config, types)))
+    experts = types.experts if routed is None else "w4a16_mxfp4"
+    notes = (*types.notes, *_of_activations(config, types))
+    return replace(types, experts=experts, kv=_kv(path, method, config), notes=notes)
 
 
 def _head_is_typed(method: str, config: Mapping[str, Any]) -> str:
@@ -180,7 +185,7 @@ def _head_is_typed(method: str, config: Mapping[str, Any]) -> str:
     return BY_NAME if method in named else NEVER
 
 
-DEEPSEEK_V4 = "deepseek_v4"
+DEEPSEEK_V4, LING_3 = "deepseek_v4", "bailing_moe_v3"
 
 
 def _of_deepseek_v4(path: Path, raw: Mapping[str, Any], config: Mapping[str, Any]) -> CheckpointTypes:

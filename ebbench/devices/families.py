@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ebbench.devices.checkpoint_types import ModuleNames
+from ebbench.devices.geometry import Product
 from ebbench.devices.mixer_rules import (
     ConfigValues,
     Rule,
@@ -55,8 +56,8 @@ class Family:
     2 without. ``one_each``: a layer is attention or MLP, not both. ``tied``: whether embeddings are tied where the
     config does not say. ``streams``: the key of the number of streams of hidden states whose mixing has times.
     ``wide_router``: vLLM chooses experts in 32 bits. ``others``: parameters outside layers, embeddings and head.
-    ``modules``: names of the parts of a layer. ``understood``: keys that change nothing here. ``note``: a caveat that
-    its results carry.
+    ``modules``: names of the parts of a layer. ``understood``: keys that change nothing here. ``instead``: values that
+    count in place of those given. ``note``: a caveat that its results carry.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -77,6 +78,7 @@ class Family:
     others: Callable[[ConfigValues], int] | None = None
     modules: ModuleNames = field(default_factory=ModuleNames)
     understood: tuple[str, ...] = ()
+    instead: Callable[[ConfigValues], Mapping[str, Any]] | None = None
     note: str = ""
 
 
@@ -225,6 +227,35 @@ def _gemma3n(v: ConfigValues) -> int:
     return _per_layer_inputs(v) + 2 * (inputs - 1) * hidden * hidden + layers * (low_rank + inputs * hidden)
 
 
+_ERNIE_PAIRS = ("moe_num_experts", "moe_intermediate_size", "moe_layer_start_index", "moe_layer_end_index")
+
+
+def _ernie_text(v: ConfigValues) -> Mapping[str, Any]:
+    """ERNIE 4.5 VL: of pairs the first is of text, the second of images, whose experts text never uses.
+
+    Raises InputFileError where their layers or numbers differ, and for weights that are quantized.
+    """
+    pairs = {key: given if isinstance(given := v.get(key), list) else [given] * 2 for key in _ERNIE_PAIRS}
+    last = v.number("num_hidden_layers") - 1
+    for key, pair in pairs.items():
+        plain = len(pair) == 2 and all(entry is None or isinstance(entry, int) for entry in pair)
+        if plain and key == "moe_layer_end_index":
+            pairs[key] = pair = [last if end is None or end < 0 else min(end, last) for end in pair]
+        if not plain or (key != "moe_intermediate_size" and pair[0] != pair[1]):
+            raise InputFileError(v.path, f"{key} must be two numbers, for text and images, and equal but of widths")
+    if v.number("moe_layer_interval", default=1) != 1 or v.has("quantization_config"):
+        raise InputFileError(v.path, "experts in some layers alone, or quantized, are not read of ernie4_5_vl")
+    of_images = {"vision_expert_width": pairs["moe_intermediate_size"][1]}
+    return {key: pair[0] for key, pair in pairs.items()} | of_images
+
+
+def _ernie_images(v: ConfigValues) -> int:
+    """Experts and routers of images."""
+    types, first = v.listed("mlp_layer_types"), v.number("moe_layer_start_index", default=0)
+    layers = v.number("moe_layer_end_index") + 1 - first if types is None else len(types) - types.count("dense")
+    return layers * v.number("experts") * v.number("hidden_size") * (3 * v.number("vision_expert_width") + 1)
+
+
 _GEMMA3 = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "sliding_window": 4096,
     "max_position_embeddings": 131072,
@@ -336,6 +367,32 @@ def _kimi_latent(v: ConfigValues, layers: int) -> Any:
     return (gated_latent if v.flag("mla_use_output_gate") else latent)(v, layers)
 
 
+def _ling_latent(v: ConfigValues, layers: int) -> Any:
+    """Ling 3: latents with an output gate per head, per element or none."""
+    granularity = v.get("gated_attention_proj_granularity_type")
+    if granularity not in (None, "", "head_wise", "element_wise"):
+        raise InputFileError(v.path, f"gated_attention_proj_granularity_type {granularity!r} is not read here")
+    if granularity == "element_wise":
+        return gated_latent(v, layers)
+    mixer = latent(v, layers)
+    gate = (Product(mixer.heads, v.number("hidden_size")),) if granularity else ()
+    return replace(mixer, products=(*mixer.products, *gate))
+
+
+def _ling_delta(v: ConfigValues, layers: int) -> Any:
+    """Ling 3: Kimi's delta attention, which vLLM 0.32 reads with whole gates alone."""
+    if not v.flag("no_kda_lora"):
+        raise InputFileError(v.path, "no_kda_lora must be true: vLLM 0.32 reads no other Ling 3")
+    return kimi_delta(v.overlaid({"num_heads": v.number("num_attention_heads")}), layers)
+
+
+def _ling_groups(v: ConfigValues, layers: int) -> Kinds:
+    """Ling 3: the last layer of each group has latents, and those after the last whole group."""
+    group = v.number("layer_group_size")
+    grouped = layers // group * group
+    return [LINEAR if (layer + 1) % group and layer < grouped else FULL for layer in range(layers)]
+
+
 def _falcon(v: ConfigValues, layers: int) -> Any:
     """Falcon: one KV head, unless the config is of the new kind, which says how many."""
     shared = v.flag("multi_query", default=True) and not v.flag("new_decoder_architecture")
@@ -431,6 +488,11 @@ FAMILIES: Mapping[str, Family] = {
     "exaone_moe": replace(EXAONE4, experts=True, defaults=_FIRST_DENSE),
     **dict.fromkeys(("ernie4_5", "paddleocr_vl_text", "paddleocr_vl"), ERNIE),
     "ernie4_5_moe": replace(MIXTURE, tied=True, wide_router=True),
+    **dict.fromkeys(("ernie4_5_vl_moe_text", "ernie4_5_moe_vl"), replace(
+        MIXTURE, tied=True, wide_router=True, instead=_ernie_text, others=_ernie_images,
+        defaults={"moe_intermediate_size": [1536, 512], "moe_layer_start_index": 1},
+        note="its experts of images are weights without time",
+    )),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_vl_text", "hunyuan_vl"), HUNYUAN),
     "hunyuan_v1_moe": replace(HUNYUAN, experts=True, defaults={"num_shared_expert": 1},
                               understood=(*_HUNYUAN_KEYS, "use_mixed_mlp_moe")),
@@ -506,6 +568,13 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("bailing_moe_linear", "bailing_moe_v2_5", "bailing_hybrid"), replace(
         BAILING, layers={FULL: (_latent_if_any,), LINEAR: (lightning,)},
         pattern=lambda v, layers: every(v.number("layer_group_size"), otherwise=LINEAR)(v, layers))),
+    "bailing_moe_v3": Family(
+        experts=True, wide_router=True, pattern=_ling_groups, layers={FULL: (_ling_latent,), LINEAR: (_ling_delta,)},
+        defaults={"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512},
+        modules=ModuleNames(attention="attention", state="attention"),
+        understood=("group_norm_size", "linear_silu", "kda_lower_bound", "kda_safe_gate", "mtp_use_kda", "rotary_dim",
+                    "num_kv_heads_for_linear_attn", "use_kda_lora", "use_mla_nope", "max_window_layers"),
+    ),
     "bamba": replace(GRANITE_HYBRID, experts=False, dense_width=("intermediate_size",)),
     "granitemoehybrid": GRANITE_HYBRID,
     "falcon_h1": Family(layers={FULL: (softmax(), mamba2)}, pattern=_all(FULL)),

@@ -463,7 +463,8 @@ def delta(v: ConfigValues, layers: int) -> Mixer:
 
 
 def kimi_delta(v: ConfigValues, layers: int) -> Mixer:
-    """Kimi Delta Attention: as :func:`delta`, with gates of low rank; the output's may be whole (Kimi K3)."""
+    """Kimi Delta Attention: as :func:`delta`, with gates of low rank; the output's may be whole (Kimi K3), or both are
+    (``no_kda_lora``)."""
     hidden, heads = v.number("hidden_size"), v.number("linear_num_heads", "num_heads")
     width, kernel = (
         v.number("linear_head_dim", "head_dim"),
@@ -471,7 +472,8 @@ def kimi_delta(v: ConfigValues, layers: int) -> Mixer:
     )
     inner = heads * width
     v.understood(("gate_lower_bound", "linear_lower_bound"))
-    whole = v.flag("use_full_rank_gate")
+    whole = 2 if v.flag("no_kda_lora") else int(v.flag("use_full_rank_gate"))
+    low = Product((2 - whole) * width, hidden, WHOLE), Product((2 - whole) * inner, width)
     return Mixer(
         "state",
         layers,
@@ -480,8 +482,7 @@ def kimi_delta(v: ConfigValues, layers: int) -> Mixer:
         draft_bytes=3 * inner * 2,
         products=(
             Product((3 + whole) * inner + heads, hidden),
-            Product((2 - whole) * width, hidden, WHOLE),
-            Product((2 - whole) * inner, width),
+            *(low if whole < 2 else ()),
             Product(hidden, inner, BY_ROWS),
         ),
         others=3 * inner * kernel,

@@ -212,16 +212,15 @@ def _text_part(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     tied = {key: outer[key] for key in (_TIED,) if key in outer}  # vLLM too: whoever has the head says it
     named = part.get("model_type") or NAMES.text_types.get(str(raw.get("model_type")), raw.get("model_type"))
     inner = {key: value for key, value in part.items() if value is not None or key not in outer}
-    return {**outer, **inner, **tied, "model_type": named}
+    return {**outer, **inner, **tied, "model_type": named, **_of_architecture(raw)}
 
 
 def _of_architecture(raw: Mapping[str, Any]) -> dict[str, str]:
-    """The model_type of a file without one, if its architecture has one only."""
+    """The model_type of a file whose architecture says more than its own."""
     architectures = raw.get("architectures")
-    named = (
-        NAMES.architectures.get(str(architectures[0])) if isinstance(architectures, list) and architectures else None
-    )
-    return {"model_type": named} if named and raw.get("model_type") is None else {}
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
+    named = NAMES.architectures.get(str(first))
+    return {"model_type": named} if named else {}
 
 
 def _family(path: Path, raw: Mapping[str, Any], assume_decoder: bool) -> tuple[Family, tuple[str, ...]]:
@@ -254,6 +253,7 @@ def _geometry(
     nested = [raw[name] for name in _NESTED if isinstance(raw.get(name), dict)]
     v = ConfigValues(path, {**raw, **ChainMap(*reversed(nested))})
     v.understood((*_NESTED, *_OF_ALL, *left_out))
+    v = v.overlaid(family.instead(v)) if family.instead else v
     v.understood(family.understood)
     v.understood(key for rule in NAMES.superseded.values() for given in rule.lists if v.has(given) for key in rule.keys)
     # The stated number of layers, else the number of kinds listed (Nemotron-H).

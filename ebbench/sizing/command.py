@@ -46,6 +46,7 @@ _LONGEST = {"virtual": 16, "real": 4}
 """A probe gets at most this many times its least number of sessions."""
 _FEWEST = {"virtual": 4000, "real": 300}
 _PROBE_S = {"virtual": 0.0, "real": 30.0}
+_COARSE = {"virtual": 1.0, "real": 1 / 3}
 """Least sessions per probe, and least duration of their arrivals: a server in real time costs minutes."""
 
 
@@ -270,6 +271,7 @@ def _search(search: CapacitySearch, prober: RunProber, budget: SearchBudget, mes
         seed=plan.seed,
         real_time=kind == "real",
         longest=_LONGEST[kind],
+        coarse=1.0 if plan.num_prompts else _COARSE[kind],
     )
 
     def seen(reading: ProbeReading, estimate: Estimate) -> None:

@@ -29,11 +29,13 @@ from ebbench.sizing.estimate import (
     SearchSettings,
     bracket,
     estimate,
+    is_certain,
+    is_clear,
     supported,
     waits_only,
 )
 from ebbench.sizing.limits import LatencyLimits
-from ebbench.sizing.probe import FEWEST_PER_OPEN, ProbeReading, least_limits_ms, read_probe, why_invalid
+from ebbench.sizing.probe import CORRELATED, FEWEST_PER_OPEN, ProbeReading, least_limits_ms, read_probe, why_invalid
 
 if TYPE_CHECKING:
     from ebbench.sizing.prober import RunProber
@@ -59,10 +61,15 @@ NARROW = 1.15
 """Ratio of the bracket's ends at which refining begins."""
 _OVERLOAD = 1.25
 """Load of a probe that measures the rate at which an overloaded system completes sessions, over that rate."""
+_BELOW = 0.8
+"""Load of a probe that is surely carried, over the rate at which an overloaded system completed sessions."""
 _LOWEST = 1 / 1024
 """The lowest load tried, over the first one: there requests hardly overlap."""
 _CONFIRMED = 2
 """Probes at each end of a bracket that is narrow enough, before it is accepted as the result."""
+_LEAST_FREEDOM = 13
+"""Degrees of freedom of a fit that may end a search of short probes: bursts are rare, and an interval from before one
+was seen is too narrow."""
 
 
 def next_load(search: SearchSettings, probes: Sequence[Probe]) -> float | None:
@@ -71,7 +78,7 @@ def next_load(search: SearchSettings, probes: Sequence[Probe]) -> float | None:
         return search.rounded(search.start)
     low, high = bracket(search, probes)
     if low is None:
-        return _lower(search, min(probe.load for probe in probes))
+        return _lower(search, min(probes, key=lambda probe: probe.load))
     if high is None:
         return None if low >= search.most or waits_only(search, probes) else search.rounded(2 * low)
     if search.integer and high - low <= 1 and len(probes) >= FEWEST:
@@ -80,20 +87,32 @@ def next_load(search: SearchSettings, probes: Sequence[Probe]) -> float | None:
         return _between(search, low, high, probes)
     estimated = estimate(search, probes)
     if estimated.fitted:
-        if estimated.half_width <= search.precision:
+        if _narrow_enough(search, estimated):
             return None
-        return (
-            _overloading(search, probes, estimated)
-            if estimated.limited_by == "queue"
-            else _refined(search, probes, estimated)
-        )
+        if estimated.limited_by == "queue":
+            return _overloading(search, probes, estimated)
+        # Where a vague fit knows less than the bracket, loads around it may lie outside and tell nothing for ever.
+        vague = estimated.low <= low and high <= estimated.high
+        if vague and (high - low) / (high + low) > search.precision:
+            return _between(search, low, high, probes)
+        return _refined(search, probes, estimated)
     overloads = estimated.limited_by == "queue" and not search.waiting_counts
     if overloads and (load := _overloading(search, probes, estimated)) is not None:
         return load
     if (high - low) / (high + low) > search.precision:
         return _between(search, low, high, probes)
     again = _unconfirmed(low, high, probes)
-    return _refined(search, probes, estimated) if again is None and estimated.half_width > search.precision else again
+    certain = estimated.half_width <= search.precision and is_certain(search, probes)
+    return _refined(search, probes, estimated) if again is None and not certain else again
+
+
+def _narrow_enough(search: SearchSettings, fitted: Estimate) -> bool:
+    """Whether a fit's interval ends the search. With short probes even if it came out one standard error too narrow:
+    its own relative error is 1 / sqrt(2 * freedom), and a search that looks after each probe meets the narrow ones."""
+    if not search.short_probes:
+        return fitted.half_width <= search.precision
+    surely = fitted.half_width * (1 + 1 / math.sqrt(2 * fitted.freedom))
+    return fitted.freedom >= _LEAST_FREEDOM and surely <= search.precision
 
 
 _REFINING = 4
@@ -112,13 +131,22 @@ def probes_left(search: SearchSettings, probes: Sequence[Probe]) -> int:
     reached = estimate(search, probes)
     if not reached.fitted or not math.isfinite(reached.half_width):
         return _REFINING
-    return max(1, math.ceil(len(probes) * ((reached.half_width / search.precision) ** 2 - 1)))
+    missing = _LEAST_FREEDOM - int(min(reached.freedom, _LEAST_FREEDOM)) if search.short_probes else 1
+    return max(1, missing, math.ceil(len(probes) * ((reached.half_width / search.precision) ** 2 - 1)))
 
 
-def _lower(search: SearchSettings, lowest: float) -> float | None:
-    if lowest <= (1 if search.integer else _LOWEST * search.start):
+def _wide(search: SearchSettings, probes: Sequence[Probe]) -> bool:
+    """Whether the bracket is not narrow yet: a probe only has to tell on which side of the capacity it is."""
+    low, high = bracket(search, probes) if probes else (None, None)
+    return low is None or high is None or high / low > NARROW
+
+
+def _lower(search: SearchSettings, lowest: Probe) -> float | None:
+    """Half the lowest load so far, or less if that was an overload: then surely below what the system completed."""
+    if lowest.load <= (1 if search.integer else _LOWEST * search.start):
         return None
-    return search.rounded(lowest / 2)
+    served = lowest.served_per_s if lowest.runaway else None
+    return search.rounded(min(lowest.load / 2, _BELOW * served if served else math.inf))
 
 
 def _between(search: SearchSettings, low: float, high: float, probes: Sequence[Probe]) -> float:
@@ -131,7 +159,7 @@ def _between(search: SearchSettings, low: float, high: float, probes: Sequence[P
 
 def _unconfirmed(low: float, high: float, probes: Sequence[Probe]) -> float | None:
     """The end of the bracket with fewer probes; None if both have enough."""
-    seen = {end: sum(probe.load == end for probe in probes) for end in (low, high)}
+    seen = {end: sum(probe.load == end and not probe.coarse for probe in probes) for end in (low, high)}
     least = min(seen, key=lambda end: seen[end])
     return least if seen[least] < _CONFIRMED else None
 
@@ -160,6 +188,8 @@ _TRIES = 3
 """Consecutive INVALID runs after which a search stops: the client's machine is too busy or too slow."""
 _NEAR, _NEAR_ABOVE = 1.05, 1.25
 """Loads within this factor of one whose run was too short need runs of the same length."""
+_ALIKE, _DEVIATION = math.sqrt(2), 0.2
+"""Runs whose sessions differ by less than this factor are of one length; standard deviation of their correlation."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +222,7 @@ class SearchConfig:
     ``sessions``: fewest per probe. ``seconds``: least duration of arrivals. ``real_time``: the engine's time is the
     wall clock's. ``longest``: a probe gets at most this many times the fewest sessions. ``alone``: sessions sent one at
     a time before the search. ``per_open``: counted sessions that a probe needs per concurrently open session.
+    ``coarse``: before the bracket is narrow, a load is first tried with this share of the sessions and seconds.
     """
 
     limits: LatencyLimits
@@ -205,10 +236,12 @@ class SearchConfig:
     most: float = math.inf
     alone: int = ALONE_SESSIONS
     per_open: int = FEWEST_PER_OPEN
+    coarse: float = 1.0
 
-    def fewest(self, load: float) -> int:
-        """Least number of sessions of a probe at ``load``."""
-        return max(self.sessions, math.ceil(2 * self.per_open * load if self.by_concurrency else self.seconds * load))
+    def fewest(self, load: float, share: float = 1.0) -> int:
+        """Least number of sessions of a probe at ``load``; ``share``: of a whole probe's sessions and seconds."""
+        for_load = 2 * self.per_open * load if self.by_concurrency else share * self.seconds * load
+        return max(math.ceil(share * self.sessions), math.ceil(for_load))
 
 
 _NOTHING = SearchSettings((), start=1.0)
@@ -250,6 +283,7 @@ class SearchOutcome:
         if capacity is None:
             return min(bounded, key=lambda reading: reading.probe.load, default=self.alone)
         kept = [reading for reading in bounded if reading.met]
+        kept = [reading for reading in kept if not reading.probe.coarse] or kept
         return min(kept, key=lambda reading: abs(math.log(reading.probe.load / capacity)), default=self.alone)
 
     @property
@@ -292,7 +326,9 @@ def search_capacity(
     if refused := _unreachable(config, alone):
         return SearchOutcome(estimate(_NOTHING, ()), (), alone, refused=refused)
     first = _first_load(config, alone)
-    search = SearchSettings(config.limits.requirements(), first, config.precision, config.by_concurrency, config.most)
+    search = SearchSettings(
+        config.limits.requirements(), first, config.precision, config.by_concurrency, config.most, config.real_time
+    )
 
     def read(run: Run, load: float, asked: int = 0) -> ProbeReading:
         reading = read_probe(run, load, config.limits, config.per_open)
@@ -300,20 +336,25 @@ def search_capacity(
 
     readings = [read(run, load) for load, run in earlier]
     stopped = None
-    while (load := next_load(search, _probes(judged(config, readings), decides=True))) is not None:
-        sessions = _sessions(config, readings, load)
+    while (load := next_load(search, used := _probes(judged(config, readings), decides=True))) is not None:
+        sessions = _sessions(config, readings, load, coarse=_wide(search, used))
         stopped = (
-            budget.spent(len(readings)) or _given_up(config, readings) or _too_long(config, readings, load, budget)
+            budget.spent(len(readings))
+            or _given_up(config, readings)
+            or _too_long(config, readings, load, sessions, budget)
         )
         if stopped:
             break
-        left = probes_left(search, _probes(judged(config, readings), decides=True))
+        left = probes_left(search, used)
         ahead(min(left, budget.probes - len(readings)))
         run = prober.probe(load, sessions, config.seed + len(readings))
         readings.append(read(run, load, sessions))
         known = judged(config, readings)
         seen(known[-1], _supported(search, known))
     known = judged(config, readings)
+    if not _supported(search, known).fitted and _supported(search, judged(config, readings, patient=False)).fitted:
+        # Stopped just after longer runs were found to be needed: what all runs tell is more than what few tell.
+        known = judged(config, readings, patient=False)
     alone_met = tuple(
         (requirement, _supported_alone(search, known, at)) for at, requirement in enumerate(search.requirements)
     )
@@ -361,32 +402,47 @@ def _too_short(config: SearchConfig, readings: Sequence[ProbeReading]) -> Fact |
     return fact(code, load=load, by_concurrency=config.by_concurrency, sessions=last.sessions)
 
 
-def judged(config: SearchConfig, readings: Sequence[ProbeReading]) -> list[ProbeReading]:
-    """The readings; also ``short`` are those of runs in which the queue changed more slowly than they lasted.
+def judged(config: SearchConfig, readings: Sequence[ProbeReading], *, patient: bool = True) -> list[ProbeReading]:
+    """The readings; also ``short`` are coarse ones that leave open on which side of the capacity they are.
 
-    A run that is too short overstates the share within the limits, since it starts with an empty queue. If few requests
-    met the limits anyway, it is long enough.
+    With ``patient`` so are those of runs in which the queue changed more slowly than they lasted. A run that is too
+    short overstates the share within the limits, since it starts with an empty queue. If few requests met the limits
+    anyway, it is long enough.
     """
-    return [
-        replace(reading, short=True)
-        if not reading.clearly_over and reading.sessions < _long_enough(config, readings, reading.probe.load)
-        else reading
-        for reading in readings
-    ]
+
+    def one(reading: ProbeReading) -> ProbeReading:
+        load = reading.probe.load
+        coarse = config.coarse < 1 and reading.asked < config.fewest(load)
+        if coarse:
+            unclear = not (reading.clearly_over or is_clear(config.limits.requirements(), reading.probe))
+        else:
+            unclear = patient and not reading.clearly_over and reading.sessions < _long_enough(config, readings, load)
+        return replace(reading, probe=replace(reading.probe, coarse=coarse), short=reading.short or unclear)
+
+    return [one(reading) for reading in readings]
 
 
-def _needed(readings: Sequence[ProbeReading], load: float) -> int:
-    """Sessions that a probe needs: twice those of a run at a similar load that was too short.
+def _needed(config: SearchConfig, readings: Sequence[ProbeReading], load: float) -> int:
+    """Sessions that a probe needs: twice those of the runs at similar loads that were too short for their queue.
 
     This applies to all runs at similar loads, also to those that look long enough: repeating only some of them would
-    bias the result.
+    bias the result. The correlation of one run of 20 batches is off by 0.2 (one standard deviation), so that of forty
+    probes one or two seem too short by chance. In real time, where that doubles minutes, it takes the mean of the runs
+    of about one length.
     """
-    near = [r.sessions for r in readings if r.correlated and 1 / _NEAR <= load / r.probe.load <= _NEAR_ABOVE]
-    return 2 * max(near, default=0)
+    near = [r for r in readings if 1 / _NEAR <= load / r.probe.load <= _NEAR_ABOVE]
+
+    def slow(one: ProbeReading) -> bool:
+        if not config.real_time:
+            return one.correlated
+        alike = [r.correlation for r in near if 1 / _ALIKE <= r.sessions / one.sessions <= _ALIKE]
+        return sum(alike) / len(alike) > CORRELATED + _DEVIATION / math.sqrt(len(alike))
+
+    return 2 * max((one.sessions for one in near if slow(one)), default=0)
 
 
 def _long_enough(config: SearchConfig, readings: Sequence[ProbeReading], load: float) -> int:
-    return min(_needed(readings, load), config.longest * config.fewest(load))
+    return min(_needed(config, readings, load), config.longest * config.fewest(load))
 
 
 def _measure_alone(config: SearchConfig, prober: RunProber) -> ProbeReading:
@@ -426,21 +482,25 @@ def _first_load(config: SearchConfig, alone: ProbeReading) -> float:
     return _FIRST_OPEN / max(lasting_s, 1e-6)
 
 
-def _sessions(config: SearchConfig, readings: Sequence[ProbeReading], load: float) -> int:
+def _sessions(config: SearchConfig, readings: Sequence[ProbeReading], load: float, *, coarse: bool = False) -> int:
     """Sessions of the next probe: enough for the number expected to be open, from similar loads."""
     fewest = config.fewest(load)
+    if coarse and config.coarse < 1 and not any(r.probe.load == load for r in readings):
+        return config.fewest(load, config.coarse)
     near = [r.mean_open for r in readings if 0.7 <= r.probe.load / load <= 1.25 and not r.probe.runaway]
     wanted = 0 if config.by_concurrency else math.ceil(1.5 * config.per_open * max(near, default=0.0))
-    repeated = sum(r.short and r.probe.load == load for r in readings)
-    return int(min(max(fewest * 2**repeated, wanted, _needed(readings, load)), config.longest * fewest))
+    repeated = sum(r.short and r.probe.load == load and r.asked >= fewest for r in readings)
+    return int(min(max(fewest * 2**repeated, wanted, _needed(config, readings, load)), config.longest * fewest))
 
 
-def _too_long(config: SearchConfig, readings: Sequence[ProbeReading], load: float, budget: SearchBudget) -> Fact | None:
+def _too_long(
+    config: SearchConfig, readings: Sequence[ProbeReading], load: float, sessions: int, budget: SearchBudget
+) -> Fact | None:
     """Why no time is left for a probe in real time at ``load``; None if there is."""
     if not config.real_time or math.isinf(budget.seconds):
         return None
     served = [r.completed_sessions_per_s for r in readings if r.completed_sessions_per_s]
     rate = max(served, default=math.inf) if config.by_concurrency else load
-    needs_s = _sessions(config, readings, load) / rate
+    needs_s = sessions / rate
     left_s = budget.seconds - (time.monotonic() - budget.begun)
     return budget.of_time(next_run_s=needs_s) if needs_s > left_s else None

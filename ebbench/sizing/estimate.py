@@ -42,7 +42,8 @@ _FLATTEST = -0.5
 
 def fit_crossing(requirement: Requirement, index: int, probes: Sequence[Probe], middle: float) -> Estimate | None:
     """Capacity under one requirement; None if there are too few probes, or none above it."""
-    usable = [probe for probe in probes if not probe.failed and not probe.runaway and probe.counts[index].counted]
+    fitted = (probe for probe in probes if not (probe.failed or probe.runaway or probe.coarse))
+    usable = [probe for probe in fitted if probe.counts[index].counted]
     centre, reach = math.log(middle), _NEAR
     for _ in range(5):  # the fit moves the centre, and the centre selects the probes of the fit
         near = _nearest(usable, centre, reach)
@@ -58,7 +59,9 @@ def fit_crossing(requirement: Requirement, index: int, probes: Sequence[Probe], 
     half = fit.half_width(moved)
     if half > _WIDEST:
         return None
-    return Estimate(math.exp(moved), math.exp(moved - half), math.exp(moved + half), requirement.name, fitted=True)
+    return Estimate(
+        math.exp(moved), math.exp(moved - half), math.exp(moved + half), requirement.name, True, fit.freedom
+    )
 
 
 def _nearest(probes: Sequence[Probe], centre: float, reach: float) -> list[Probe]:
@@ -190,7 +193,7 @@ class Probe:
 
     ``runaway``: the queue grew during all arrivals, so the load is above capacity regardless of the counts.
     ``served_per_s``: rate of completed sessions. ``failed``: requests failed or the run is INVALID; the load counts as
-    above capacity and is not used in fits.
+    above capacity and is not used in fits. ``coarse``: so short that it only tells on which side of the capacity it is.
     """
 
     load: float
@@ -199,6 +202,7 @@ class Probe:
     runaway: bool = False
     failed: str = ""
     served_per_s: float | None = None
+    coarse: bool = False
 
     def meets(self, requirements: Sequence[Requirement]) -> bool:
         """Whether every requirement was met and the queue stayed bounded."""
@@ -214,7 +218,7 @@ class Estimate:
     """Capacity with a 95 % interval. ``limited_by``: the requirement that decides, ``queue`` or ``errors``.
 
     ``low`` and ``high`` are the bracket if there are too few probes for a fit (``fitted`` is False). ``capacity`` is
-    None if no probed load met the requirements; ``high`` is infinite if every one did.
+    None if no probed load met the requirements; ``high`` is infinite if every one did. ``freedom``: of the fit.
     """
 
     capacity: float | None
@@ -222,6 +226,7 @@ class Estimate:
     high: float
     limited_by: str
     fitted: bool
+    freedom: float = math.inf
 
     @property
     def half_width(self) -> float:
@@ -236,6 +241,7 @@ class SearchSettings:
     """Settings of a search. ``start``: first load; ``precision``: half of the interval, as a share of the capacity.
 
     ``integer``: loads are whole numbers (open sessions). ``most``: the highest load that may be tried.
+    ``short_probes``: probes are as short as real time demands, and tell less of their noise.
     """
 
     requirements: tuple[Requirement, ...]
@@ -243,6 +249,7 @@ class SearchSettings:
     precision: float = 0.02
     integer: bool = False
     most: float = math.inf
+    short_probes: bool = False
 
     @property
     def waiting_counts(self) -> bool:
@@ -326,6 +333,12 @@ def _clearly_missed(search: SearchSettings, probe: Probe) -> bool:
     return any(probe.counts[index].counted and _deviations([probe], index, share) < -2 for index, share in shares)
 
 
+def is_clear(requirements: Sequence[Requirement], probe: Probe) -> bool:
+    """Whether a short run tells on which side of the capacity its load is: by two standard deviations."""
+    off = [_deviations([probe], index, requirement.share) for index, requirement in enumerate(requirements)]
+    return min(off, default=math.inf) < -2 or min(off, default=math.inf) > 2
+
+
 def bracket(search: SearchSettings, probes: Sequence[Probe]) -> tuple[float | None, float | None]:
     """The highest load that met the requirements below the lowest that did not, and that lowest.
 
@@ -357,6 +370,14 @@ def _undisputed(search: SearchSettings, probes: Sequence[Probe]) -> tuple[float,
     failing = [probe.load for probe in probes if not probe.meets(search.requirements)]
     low = max((load for load in passing if load < min(failing)), default=0.0)
     return low, min((load for load in failing if load > max(passing)), default=math.inf)
+
+
+def is_certain(search: SearchSettings, probes: Sequence[Probe]) -> bool:
+    """Whether a bracket without a fit is an answer: requests fail above it, the queue grows, or the share is a step."""
+    low, high = bracket(search, probes)
+    if low is None or high is None or any(probe.failed for probe in probes) or _blame(search, probes) == "queue":
+        return True
+    return _beyond_doubt(search, probes, low, high)
 
 
 def _beyond_doubt(search: SearchSettings, probes: Sequence[Probe], low: float, high: float) -> bool:
@@ -402,7 +423,7 @@ def _overloaded(probes: Sequence[Probe], low: float, high: float) -> Estimate:
     With fewer than three such probes the interval is the bracket. Rates far below the load ``low``, which was carried,
     are those of runs that were too short.
     """
-    runaway = [probe for probe in probes if probe.runaway and probe.served_per_s]
+    runaway = [probe for probe in probes if probe.runaway and probe.served_per_s and not probe.coarse]
     rates = [
         p.served_per_s
         for p in runaway

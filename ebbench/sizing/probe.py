@@ -38,7 +38,7 @@ BATCHES = 20
 """Parts of a run from which its dispersion is estimated."""
 FEWEST_PER_OPEN = 8
 """Counted sessions per concurrently open session: a shorter run is mostly filling and draining."""
-_CORRELATED = 0.4
+CORRELATED = 0.4
 """Correlation of neighbouring batches above which a run is too short to estimate the share (Fishman 1978)."""
 _UNCLEAR = 0.5
 """A share below this is too low for any length of the run."""
@@ -59,9 +59,9 @@ class ProbeReading:
     short: bool
     """Too few sessions for the number that were open, or so few that the queue may have grown only because the
     batch was filling; the probe is not used."""
-    correlated: bool
-    """Neighbouring parts of the run had so similar shares within the limits that the queue changed more slowly than the
-    run lasted."""
+    correlation: float
+    """Of the shares within the limits of neighbouring parts of the run; 0 where it is not known. It is high in a run in
+    which the queue changed more slowly than the run lasted."""
     sessions: int
     """Of the whole run."""
     invalid: str
@@ -103,6 +103,11 @@ class ProbeReading:
     def decides(self) -> bool:
         """Whether the search may use the probe."""
         return not self.short and not self.invalid
+
+    @property
+    def correlated(self) -> bool:
+        """Whether this run alone looks too short for its queue."""
+        return self.correlation > CORRELATED
 
     @property
     def clearly_over(self) -> bool:
@@ -177,7 +182,7 @@ def read_measured(
         probe=probe,
         run_dir=run.run_dir,
         short=not failed and _is_short(columns, counts, runaway=runaway, enough=sessions >= per_open * mean_open),
-        correlated=not failed and not runaway and any(_correlated(count) for count in counts),
+        correlation=0.0 if failed or runaway else max(map(_correlation, counts), default=0.0),
         sessions=len(np.unique(columns.session)),
         invalid="" if failed else run.reasons,
         mean_open=mean_open,
@@ -237,12 +242,12 @@ def _counts(columns: RequestColumns, counted: Mask, met: Mask) -> MetCounts:
     return MetCounts(int(good.sum()), len(good), batches)
 
 
-def _correlated(counts: MetCounts) -> bool:
-    """Whether neighbouring batches are correlated, in a run whose share is not too low for any length."""
+def _correlation(counts: MetCounts) -> float:
+    """Correlation of neighbouring batches, in a run whose share is not too low for any length; else 0."""
     if not _UNCLEAR <= counts.share < 1 or len(counts.batches) < BATCHES:
-        return False
+        return 0.0
     off = np.array([met / counted for met, counted in counts.batches]) - counts.share
-    return float(off[1:] @ off[:-1]) > _CORRELATED * float(off @ off)
+    return float(off[1:] @ off[:-1]) / float(off @ off)
 
 
 def _shares(columns: RequestColumns, counted: Mask, limits: LatencyLimits) -> dict[str, float]:

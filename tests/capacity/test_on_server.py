@@ -1,7 +1,7 @@
 """``ebbench capacity`` over HTTP, on a server whose capacity is known, and the conditions that end a search.
 
-Times are long beside those of a busy test machine: more than half a service time lies between a limit that is kept and
-one that is missed, and a client that is late by less than that does not make a run INVALID.
+On a busy test machine some requests are late, and a client that is late does not make a run INVALID: it is half of the
+requests that must keep a limit, and above capacity most miss it.
 """
 
 from __future__ import annotations
@@ -38,36 +38,37 @@ def answer(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_the_number_of_requests_that_the_server_runs_at_a_time_is_found(tmp_path: Path) -> None:
-    """Three slots, about 540 ms each: with four open requests each waits 180 ms on average, and 120 ms are allowed.
+    """Two slots, about 120 ms each: with three open requests each waits 60 ms on average, and 20 ms are allowed.
 
-    Lengths differ, so that slots become free one after another. On a busy machine a sixth of the requests may be late
-    by more than 120 ms; of four open requests about half are.
+    Lengths differ, so that slots become free one after another. Half of the requests must keep the limit: on a busy
+    machine some may be late by more than 20 ms; of three open requests more than half are.
     """
-    with FakeServerProcess(FakeConfig(ttft_ms=300, itl_ms=60, max_running=3)) as server:
-        options = [*LATE.split(), "--length-distribution", "uniform", "--by", "concurrency", "--goodput", "ttft:420"]
-        found = answer(capacity(tmp_path / "out", server.url, *options, "--attainment", "0.7", "-n", "48", "--json"))
-    assert 2.5 < float(str(found["capacity_concurrency"])) < 4, found
+    with FakeServerProcess(FakeConfig(ttft_ms=40, itl_ms=20, max_running=2)) as server:
+        options = [*LATE.split(), "--length-distribution", "uniform", "--by", "concurrency", "--goodput", "ttft:60"]
+        found = answer(capacity(tmp_path / "out", server.url, *options, "--attainment", "0.5", "-n", "32", "--json"))
+    assert 1.5 < float(str(found["capacity_concurrency"])) < 3, found
     assert found["limited_by"] == "ttft"
 
 
 @pytest.mark.slow
 def test_the_rate_at_which_the_queue_grows_is_found(tmp_path: Path) -> None:
-    """Two slots, 180 ms each: at most 11 requests/s. TPOT does not suffer from a queue, so only the queue limits.
+    """Two slots, 60 ms each: at most 33 requests/s. TPOT does not suffer from a queue, so only the queue limits.
 
-    A busy machine makes the server slower than that: its ledger tells how fast it was. Tokens lie far enough apart for
-    a busy client not to read those of a response in one go, which then has no TPOT.
+    A busy machine makes the server slower than that: its ledger tells how fast it was. A busy client may read the
+    tokens of a response in one go, which then has no TPOT: half of them need one, so the queue limits all the same.
     """
-    with FakeServerProcess(FakeConfig(ttft_ms=20, itl_ms=40, max_running=2)) as server:
-        options = f"{LATE} --goodput tpot:60000 -n 60 --precision 0.1 --max-probes 12 --json"
+    with FakeServerProcess(FakeConfig(ttft_ms=20, itl_ms=10, max_running=2)) as server:
+        options = f"{LATE} --goodput tpot:60000 --attainment 0.5 -n 90 --precision 0.1 --max-probes 4 --json"
         found = answer(capacity(tmp_path / "out", server.url, *options.split()))
         rates = rates_with_a_queue(server.ledger())
     assert found["limited_by"] == "queue"
     # Both responses of the two slots may end just within a second and a half.
-    assert 0.7 * min(rates) <= float(str(found["capacity_requests_per_s"])) <= 11.7, (rates, found)
+    assert 0.7 * min(rates) <= float(str(found["capacity_requests_per_s"])) <= 35, (rates, found)
     curve = found["curve"]
     assert isinstance(curve, list)
     by_time = sorted(curve, key=lambda point: int(str(point["run_dir"]).rpartition("seed")[2]))
     first = next(index for index, point in enumerate(by_time) if point["runaway"])
+    assert first < len(by_time) - 1
     assert all(point["load"] <= by_time[first]["load"] for point in by_time[first:])
 
 

@@ -47,7 +47,7 @@ from ebbench.spec.run import RunSpec, simulated
 
 LIMITS = parse_limits(["ttft:1500 tpot:40"], 0.95)
 READING = ProbeReading(
-    probe=Probe(1.0, 0, ()), run_dir="", short=False, correlated=False, sessions=100, invalid="", mean_open=4.0,
+    probe=Probe(1.0, 0, ()), run_dir="", short=False, correlation=0.0, sessions=100, invalid="", mean_open=4.0,
     requests_per_session=1.0, completed_sessions_per_s=1.0, attainment=1.0, shares={}, goodput_requests_per_s=1.0,
     goodput_tokens_per_s=100.0, output_tokens_per_s=100.0, ttft_ms=20.0, tpot_ms=10.0, ttft_high_ms=30.0,
     tpot_high_ms=12.0, memory_full=0.0,

@@ -14,7 +14,7 @@ from ebbench.records.plan import ClosedPhase
 from ebbench.records.schema import STEPS
 from ebbench.records.warnings import Fact, fact
 from ebbench.sizing.drive import SearchConfig, SearchOutcome, _too_short, judged
-from ebbench.sizing.estimate import Estimate, MetCounts, Probe
+from ebbench.sizing.estimate import Estimate, MetCounts, Probe, fit_crossing
 from ebbench.sizing.limits import parse_limits
 from ebbench.sizing.probe import ProbeReading, ProbeTables, least_limits_ms, read_measured
 from ebbench.sizing.sentences import ENDS, nothing_usable
@@ -24,7 +24,7 @@ from tests.analysis.made_runs import MS, request, requests_table
 from vllm_eb.policy import parse_policy
 
 READING = ProbeReading(
-    probe=Probe(10.0, 0, (MetCounts(99, 100),)), run_dir="", short=False, correlated=False, sessions=100, invalid="",
+    probe=Probe(10.0, 0, (MetCounts(99, 100),)), run_dir="", short=False, correlation=0.0, sessions=100, invalid="",
     mean_open=4.0, requests_per_session=1.0, completed_sessions_per_s=1.0, attainment=1.0, shares={},
     goodput_requests_per_s=1.0, goodput_tokens_per_s=100.0, output_tokens_per_s=100.0, ttft_ms=20.0, tpot_ms=10.0,
     ttft_high_ms=30.0, tpot_high_ms=12.0, memory_full=0.0,
@@ -88,7 +88,7 @@ def test_a_search_stops_where_longer_runs_cannot_be_had() -> None:
 
 def test_runs_in_which_the_queue_changed_too_slowly_are_short() -> None:
     search = SearchConfig(parse_limits(["ttft:300"], 0.95), False, sessions=100, seconds=0.0, precision=0.02, seed=0)
-    slow, other, far = at(10.0, correlated=True), at(10.3, sessions=199), at(14.0)
+    slow, other, far = at(10.0, correlation=0.9), at(10.3, sessions=199), at(14.0)
     assert [each.short for each in judged(search, [slow, other, far])] == [True, True, False]
     assert [each.short for each in judged(search, [slow, at(10.3, sessions=200)])] == [True, False]
 
@@ -181,3 +181,36 @@ def test_a_figure_that_too_many_answers_lack_has_no_least_limit() -> None:
     table, phases = alone([took(10, 20), at_once] * 20)
     least = least_limits_ms(table, phases, parse_limits(["ttft:1", "tpot:1"], 0.95), 0)
     assert least == {"ttft": 10.0, "tpot": math.inf}
+
+
+SERVER = SearchConfig(
+    parse_limits(["ttft:300"], 0.95), False, sessions=300, seconds=30.0, precision=0.02, seed=0, real_time=True,
+    coarse=1 / 3,
+)  # fmt: skip
+
+
+def test_of_many_probes_of_a_server_one_may_seem_too_short_by_chance() -> None:
+    by_chance = [at(10.0, sessions=300, asked=300, correlation=share) for share in (0.1, 0.2, 0.55, 0.0)]
+    assert not any(each.short for each in judged(SERVER, by_chance))
+    slow = [at(10.0, sessions=300, asked=300, correlation=share) for share in (0.6, 0.5, 0.7, 0.6)]
+    assert all(each.short for each in judged(SERVER, slow))
+    assert not any(each.short for each in judged(SERVER, slow, patient=False))
+
+
+def test_a_coarse_probe_decides_only_where_it_is_clear_and_is_not_fitted() -> None:
+    def with_share(met: int, sessions: int) -> ProbeReading:
+        reading = at(10.0, sessions=sessions, asked=sessions)
+        return replace(reading, probe=replace(reading.probe, counts=(MetCounts(met, sessions),)))
+
+    clear, unclear, failing, whole = judged(
+        SERVER, [with_share(*each) for each in ((100, 100), (96, 100), (80, 100))]
+    ) + (judged(SERVER, [with_share(288, 300)]))
+    assert [clear.short, unclear.short, failing.short, whole.short] == [False, True, False, False]
+    assert [each.probe.coarse for each in (clear, unclear, failing, whole)] == [True, True, True, False]
+    full = [
+        Probe(load, 0, (MetCounts(met, 300),))
+        for load, met in ((9, 295), (9.5, 290), (10, 285), (10.5, 280), (11, 270))
+    ]
+    found = fit_crossing(SERVER.limits.requirements()[0], 0, full, 10.0)
+    assert found is not None
+    assert fit_crossing(SERVER.limits.requirements()[0], 0, [*full, failing.probe], 10.0) == found

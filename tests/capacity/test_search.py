@@ -304,3 +304,44 @@ def test_a_limit_on_waiting_is_missed_at_the_saturated_rate() -> None:
         assert found.limited_by == "queue"
         assert found.capacity == pytest.approx(truth, rel=0.025)
         assert metric == "tpot" or any(probe.load == found.capacity and not probe.runaway for probe in probes)
+
+
+def test_loads_outside_a_bracket_are_not_repeated_for_a_vague_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests kept their limits at 15/s and the queue grew at 17.2/s: neither has a share for the fit."""
+    search = SearchSettings((Requirement("ttft", SHARE),), start=4.0)
+    probes = [Probe(15.0, 0, (MetCounts(20, 20),)), Probe(17.2, 1, (MetCounts(15, 20),), runaway=True)]
+    vague = Estimate(16.1, 13.7, 18.9, "ttft", fitted=True)
+    monkeypatch.setattr("ebbench.sizing.estimate.fit_crossing", lambda *_: vague)
+    monkeypatch.setattr("ebbench.sizing.drive.estimate", lambda *_: vague)
+    load = next_load(search, probes)
+    assert load == pytest.approx(math.sqrt(15 * 17.2))
+
+
+def test_few_short_probes_do_not_end_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a burst was seen an interval is too narrow: of 61 simulated searches 65 % held the capacity, not 80 %."""
+    search = SearchSettings((Requirement("ttft", SHARE),), start=4.0)
+    probes = [plain(10.0, 960), plain(10.5, 940)]
+
+    def ends(half: float, freedom: float, *, short: bool = True) -> bool:
+        narrow = Estimate(10.2, 10.2 * (1 - half), 10.2 * (1 + half), "ttft", True, freedom)
+        monkeypatch.setattr("ebbench.sizing.drive.estimate", lambda *_: narrow)
+        return next_load(replace(search, short_probes=short), probes) is None
+
+    assert ends(0.01, 5, short=False)
+    assert not ends(0.01, 5)
+    assert ends(0.01, 20)
+    assert not ends(0.0199, 20), "an interval of 20 degrees of freedom is off by a sixth"
+
+
+def test_a_narrow_bracket_of_unclear_shares_does_not_end_a_search() -> None:
+    search = SearchSettings((Requirement("ttft", SHARE),), start=4.0)
+    unclear = [plain(load, met) for load, met in ((10.0, 955), (10.0, 952), (10.2, 945), (10.2, 940))]
+    assert next_load(search, unclear) is not None
+    step = [plain(load, met) for load, met in ((10.0, 999), (10.0, 999), (10.2, 100), (10.2, 100))]
+    assert next_load(search, step) is None
+
+
+def test_after_an_overload_at_first_a_load_is_tried_that_is_surely_carried() -> None:
+    search = SearchSettings((Requirement("tpot", SHARE),), start=80.0)
+    assert next_load(search, [plain(80.0, 999, runaway=True)]) == pytest.approx(16.0)
+    assert next_load(search, [plain(24.0, 100)]) == 12.0

@@ -178,6 +178,99 @@ def test_layers_with_attention_between_linear_ones_may_have_latents(tmp_path: Pa
         read(tmp_path, ring, **LATENT, short_conv_kernel_size=4)
 
 
+LING_3 = {
+    **LATENT, "architectures": ["BailingMoeV3ForCausalLM"], "model_type": "bailing_hybrid", "layer_group_size": 3,
+    "no_kda_lora": True, "short_conv_kernel_size": 4, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 64,
+    "moe_intermediate_size": 512, "num_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+
+
+def test_ling_3_is_known_by_its_architecture(tmp_path: Path) -> None:
+    """Layers after the last whole group have latents; its states are vLLM's: inputs of three convolutions, 32 bits."""
+    model = read(tmp_path, LLAMA, **LING_3)
+    assert sorted(kinds(model)) == [("latent", 4), ("state", 4)]
+    assert model.state_bytes == 4 * (3 * 3 * 1024 * 2 + 16 * 64 * 64 * 4)
+    gated = read(tmp_path, LLAMA, **LING_3, gated_attention_proj_granularity_type="head_wise")
+    whole = read(tmp_path, LLAMA, **LING_3, gated_attention_proj_granularity_type="element_wise")
+    assert gated.params - model.params == 4 * 16 * 1024
+    assert whole.params - model.params == 4 * 16 * 128 * 1024
+    outer = {"model_type": "bailing_moe_v3_vl", "architectures": ["BailingMoeV3VLForConditionalGeneration"]}
+    assert kinds(read(tmp_path, {**outer, "text_config": {**LLAMA, **LING_3}})) == kinds(model)
+
+
+def test_a_published_ling_3_has_the_parameters_of_its_card(tmp_path: Path) -> None:
+    """Edge0-8B, without what it predicts its experts with: 7.9 billion parameters, 18 and 6 layers."""
+    edge = {
+        "architectures": ["BailingMoeV3ForCausalLM"], "hidden_size": 1536, "intermediate_size": 4608,
+        "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128,
+        "layer_group_size": 4, "first_k_dense_replace": 1, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_shared_experts": 1, "moe_intermediate_size": 512, "moe_shared_expert_intermediate_size": 512,
+        "kv_lora_rank": 512, "q_lora_rank": 256, "gated_attention_proj_granularity_type": "head_wise",
+        "short_conv_kernel_size": 4, "no_kda_lora": True, "kda_safe_gate": True, "kda_lower_bound": -5,
+        "group_norm_size": 1, "rotary_dim": 64, "vocab_size": 157184,
+    }  # fmt: skip
+    model = read_config(write(tmp_path, edge))
+    assert model.params / 1e9 == pytest.approx(7.9, rel=0.01)
+    assert sorted(kinds(model)) == [("latent", 6), ("state", 18)]
+    assert (model.kv_bytes_per_token, model.state_bytes) == (6912, 18 * (3 * 6144 * 2 + 16 * 128 * 128 * 4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"no_kda_lora": False}, "no_kda_lora must be true"),
+        ({"gated_attention_proj_granularity_type": "token_wise"}, "granularity_type 'token_wise' is not read"),
+        ({"pregate_shallow_layers": 5}, "pregate_shallow_layers says something of the shape"),
+        ({"quantization_config": {"quant_method": "fp8", "routed_experts_quant_method": "int4"}}, "'int4' is not read"),
+    ],
+)
+def test_other_kinds_of_ling_3_are_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputFileError, match=said):
+        read(tmp_path, LLAMA, **LING_3 | changes)
+
+
+def test_routed_experts_of_ling_3_have_a_type_of_their_own(tmp_path: Path) -> None:
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "routed_experts_quant_method": "mxfp4"}
+    model = read(tmp_path, LLAMA, **LING_3, quantization_config=config)
+    assert (model.weight_dtype, model.dtype_of_experts, model.other_bytes) == ("fp8_block", "w4a16_mxfp4", 0)
+    with pytest.raises(InputFileError, match="'mxfp4' is not read"):
+        read(tmp_path, LLAMA, quantization_config=config)
+
+
+ERNIE_VL = {
+    **LLAMA, "model_type": "ernie4_5_moe_vl", "moe_num_experts": [8, 8], "moe_intermediate_size": [512, 128],
+    "moe_k": 2, "moe_num_shared_experts": 2, "moe_layer_start_index": [1, 1], "moe_layer_end_index": [29, 28],
+}  # fmt: skip
+
+
+def test_of_pairs_the_first_is_of_text(tmp_path: Path) -> None:
+    """ERNIE 4.5 VL, whose experts of images are weights without time."""
+    model = read(tmp_path, ERNIE_VL)
+    assert (model.experts, model.expert_intermediate, model.shared_intermediate) == (8, 512, 1024)
+    assert (model.expert_layers, model.dense_layers) == (7, 1)
+    assert model.other_params == 7 * 8 * 1024 * (3 * 128 + 1)
+    text = {key: value for key, value in ERNIE_VL.items() if "moe_layer" not in key}
+    kinds_of_mlps = {"moe_num_experts": 8, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 6}
+    newer = read(tmp_path, {"model_type": "ernie4_5_vl_moe", "text_config": {
+        **text, **kinds_of_mlps, "model_type": "ernie4_5_vl_moe_text"}})  # fmt: skip
+    assert (newer.expert_layers, newer.other_params) == (6, 6 * 8 * 1024 * (3 * 128 + 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"moe_num_experts": [8, 4]}, "moe_num_experts must be two numbers"),
+        ({"moe_intermediate_size": [512, 128, 64]}, "moe_intermediate_size must be two numbers"),
+        ({"moe_layer_end_index": ["all", 7]}, "moe_layer_end_index must be two numbers"),
+        ({"moe_layer_interval": 2}, "experts in some layers alone"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "or quantized, are not read"),
+    ],
+)
+def test_other_pairs_are_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputFileError, match=said):
+        read(tmp_path, ERNIE_VL, **changes)
+
+
 def test_mistrals_own_files_of_a_mixture_with_latents_are_read(tmp_path: Path) -> None:
     """As Mistral Large 3: 673 billion parameters beside its encoder, 40 of them active."""
     params = {
