@@ -103,9 +103,17 @@ class CostGrid:
 
     def mixed_s(self, tokens: float, seqs: float, context_tokens: float) -> float:
         """See StepCosts."""
-        index, share = _locate(self.tokens, tokens)
-        row, column = _locate(self.seqs, seqs), _locate(self.contexts, context_tokens)
-        return _between(_plane(self.mixed[index], row, column), _plane(self.mixed[index + 1], row, column), share)
+        (index, share), (i, u), (j, v) = (
+            _locate(self.tokens, tokens),
+            _locate(self.seqs, seqs),
+            _locate(self.contexts, context_tokens),
+        )
+        ends = []
+        for plane in self.mixed[index : index + 2]:
+            first, second = plane[i], plane[i + 1]
+            low, high = first[j] + (first[j + 1] - first[j]) * v, second[j] + (second[j + 1] - second[j]) * v
+            ends.append(low + (high - low) * u)
+        return ends[0] + (ends[1] - ends[0]) * share
 
 
 @dataclass(frozen=True)
@@ -161,13 +169,6 @@ def _locate(axis: Sequence[int], value: float) -> tuple[int, float]:
 
 def _between(low: float, high: float, share: float) -> float:
     return low + (high - low) * share
-
-
-def _plane(table: Sequence[Sequence[float]], row: tuple[int, float], column: tuple[int, float]) -> float:
-    (i, u), (j, v) = row, column
-    first, second = table[i], table[i + 1]
-    low, high = first[j] + (first[j + 1] - first[j]) * v, second[j] + (second[j + 1] - second[j]) * v
-    return low + (high - low) * u
 
 
 def _counts(value: object) -> bool:

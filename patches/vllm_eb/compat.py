@@ -29,20 +29,17 @@ def limit_name(scheduler: Any) -> str:
     return "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
 
 
-def waiting(scheduler: Any, idle_sessions: int) -> int:
-    """Number of requests that could be admitted, including preempted ones.
+def waiting(scheduler: Any) -> int:
+    """Number of requests that could be admitted, including preempted ones; 0 while admissions are paused.
 
-    Streaming sessions between two turns (``idle_sessions``) hold KV blocks and a place in the queue, but have no work;
-    neither have requests whose grammar is still being compiled.
+    Streaming sessions between two turns hold KV blocks and a place in the queue, but have no work; neither have
+    requests whose grammar is still being compiled.
     """
-    queued: int = scheduler.get_request_counts()[1]
+    if paused(scheduler):
+        return 0
+    queued: int = scheduler.get_request_counts()[1] - scheduler.num_waiting_for_streaming_input
     put_off = scheduler.deferred_waiting if hasattr(scheduler, "deferred_waiting") else scheduler.skipped_waiting
-    return queued - idle_sessions - (sum(map(_lacks_grammar, put_off)) if put_off else 0)
-
-
-def idle_sessions(scheduler: Any) -> int:
-    """Number of streaming sessions between two turns: they do not run, but vLLM counts them against the limit."""
-    return int(scheduler.num_waiting_for_streaming_input)
+    return queued - sum(map(_lacks_grammar, put_off)) if put_off else queued
 
 
 def _lacks_grammar(request: Any) -> bool:
@@ -248,7 +245,8 @@ def verified_drafts(
     elif len(step.num_scheduled_tokens) == len(drafts) and step.total_num_scheduled_tokens == len(drafts) * (1 + most):
         drafted = [len(drafts) - len(gone)] * most  # all of full length
     else:
-        drafted = _at_least(bytearray(len(tokens) for name, tokens in drafts.items() if name not in gone), 1, most)
+        kept = [tokens for name, tokens in drafts.items() if name not in gone] if gone else drafts.values()
+        drafted = _at_least(bytearray(map(len, kept)), 1, most)
     accepted = _at_least(made, 2, most + 1)
     if gone:
         lost = bytearray(len(sampled[output.req_id_to_index[name]]) for name in gone)

@@ -134,21 +134,14 @@ class PunctualQueue:
         """See QueueOrder."""
         self._ordered_s, self._first_s = now_s, None
 
-    def _stands(self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int], work: Work) -> bool:
+    def _stands(self, left_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int], work: Work) -> bool:
         """Cheap check that requests are in arrival order and need no other; False if unknown.
 
-        True if the last of them would be in time even if it were as old as the first.
+        True if the last of them would be in time even if it were as old as the first, which has ``left_s``.
         """
-        if not seen_s:
-            return False
-        slack_s = self._slack_s(work) - (now_s - seen_s[0])
         needed_s = sum(prompt_tokens) * work.prompt_token_s + (len(seen_s) - 1) * work.answer_s
         # Sums of other roundings differ by less.
-        return needed_s <= slack_s * (1.0 - 1e-9) and all(map(le, seen_s, seen_s[1:]))
-
-    def _slack_s(self, work: Work) -> float:
-        """Time (s) from the arrival of a request until the computation of its prompt must end."""
-        return self._ttft_s - min(work.lead_s, MAX_LEAD * self._ttft_s)
+        return needed_s <= left_s * (1.0 - 1e-9) and all(map(le, seen_s, seen_s[1:]))
 
     def order(
         self,
@@ -163,11 +156,12 @@ class PunctualQueue:
         ``oldest``: the oldest of the overdue requests that are left out; older than all others. ``first`` of the order
         is a range if all requests stay where they are, which is found out cheaply.
         """
-        self._ordered_s = now_s
-        if self._stands(now_s, seen_s, prompt_tokens, work):
+        self._ordered_s, (token_s, answer_s, lead_s) = now_s, work
+        # From the arrival of a request until the computation of its prompt must end.
+        latest_s = self._ttft_s - min(lead_s, MAX_LEAD * self._ttft_s)
+        if seen_s and self._stands(latest_s - (now_s - seen_s[0]), seen_s, prompt_tokens, work):
             self._first_s = seen_s[0]
             return Places(range(len(seen_s)), oldest_first=self._turn_of(oldest, now_s))
-        latest_s, (token_s, answer_s, _) = self._slack_s(work), work
         by_age = sorted(range(len(seen_s)), key=seen_s.__getitem__)
         overdue = 0
         if by_age and latest_s - (now_s - seen_s[by_age[0]]) < 0.0:

@@ -312,7 +312,8 @@ class KvRoom:
     def __init__(self) -> None:
         self._reserve_share = 0.0
         self._admitted_since_raise = False
-        self._active = 1
+        self.active = 0
+        """Running sequences."""
 
     def admitted(self) -> None:
         """Record an admission."""
@@ -320,16 +321,15 @@ class KvRoom:
 
     def ended(self) -> None:
         """Record a completion: the reserve shrinks."""
-        self._reserve_share = max(self._reserve_share - RESERVE_DECREASE / self._active, 0.0)
+        self._reserve_share = max(self._reserve_share - RESERVE_DECREASE / max(self.active, 1), 0.0)
 
-    def observe(self, active: int, preempted: int) -> None:
-        """Record ``active`` running sequences and ``preempted`` ones since the last call.
+    def preempted(self) -> None:
+        """Record that sequences were preempted in the last step.
 
-        Sequences that grow in step are preempted over many steps because of one earlier admission: that raises the
-        reserve once.
+        Those that grow in step are preempted over many steps because of one earlier admission: that raises the reserve
+        once.
         """
-        self._active = max(active, 1)
-        if preempted and self._admitted_since_raise:
+        if self._admitted_since_raise:
             self._reserve_share = min(self._reserve_share + RESERVE_INCREASE, 1.0)
             self._admitted_since_raise = False
 

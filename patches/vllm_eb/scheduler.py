@@ -173,7 +173,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         if self._prefilling:
             # A preempted, finished or aborted request is no longer running; vLLM sets the flag.
             self._prefilling = [r for r in self._prefilling if r.is_prefill_chunk and r.status == _RUNNING]
-        now_s, prefilling, idle_sessions = self._clock(), len(self._prefilling), compat.idle_sessions(self)
+        now_s, prefilling = self._clock(), len(self._prefilling)
         # A call without requests only tells workers which have ended: no step, so nothing is ordered.
         ordering = self._waiting_order if self.requests else None
         return View(
@@ -181,11 +181,11 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             step_id=self._steps,
             decoding=len(self.running) - prefilling,
             prefilling=prefilling,
-            waiting=0 if compat.paused(self) else compat.waiting(self, idle_sessions),
+            waiting=compat.waiting(self),
             free_blocks=compat.free_blocks(self),
             oldest_wait_s=ordering.order(self.waiting, now_s) if ordering else 0.0,
             preempted=self._preempted,
-            idle_sessions=idle_sessions,
+            idle_sessions=self.num_waiting_for_streaming_input,
             last_tokens_out=self._last_tokens_out(),
             prompt_tokens=self._prompt_tokens(self._prompt_tokens_wanted) if self._prompt_tokens_wanted else 0,
         )
@@ -193,7 +193,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
     def _prompt_tokens(self, wanted: int) -> int:
         """Prompt tokens that the next step could compute, counted up to ``wanted``."""
         tokens: int = sum(r.num_tokens - r.num_computed_tokens for r in self._prefilling)
-        slots = getattr(self, self._limit_name) - len(self.running) - compat.idle_sessions(self)
+        slots = getattr(self, self._limit_name) - len(self.running) - self.num_waiting_for_streaming_input
         blocks = compat.free_blocks(self)
         for request in () if compat.paused(self) else self.waiting:
             if tokens >= wanted or slots <= 0:
@@ -227,25 +227,25 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         if self._varies_drafts:
             assert self.controller is not None
             self.dynamic_sd_lookup = self.controller.draft_lengths  # vLLM's own, by the sequences of the step
-        if decision.token_budget is None:
-            return self._phase_step(decision, view, args, kwargs)
-        usual: int = self.max_num_scheduled_tokens
-        self.max_num_scheduled_tokens = min(decision.token_budget, usual)
+        usual = self.max_num_scheduled_tokens
+        if decision.token_budget is not None:
+            self.max_num_scheduled_tokens = min(decision.token_budget, usual)
         try:
-            return self._phase_step(decision, view, args, kwargs)
-        finally:
-            self.max_num_scheduled_tokens = usual
-
-    def _phase_step(self, decision: Decision, view: View, args: Any, kwargs: Any) -> Any:
-        if decision.phase == "decode":
-            return self._decode_step(args, kwargs)
-        if self._waiting_order is not None:
-            self._waiting_order.arrange(self.waiting)
-        if decision.phase == "mixed":
+            if decision.phase == "decode":
+                visible = self.running
+                if self._prefilling:
+                    aside = set(self._prefilling)
+                    visible = [request for request in visible if request not in aside]
+                return self._partial_step(visible, len(visible), args, kwargs)
+            if self._waiting_order is not None:
+                self._waiting_order.arrange(self.waiting)
+            if decision.phase == "prefill":
+                return self._prefill_step(decision, view, args, kwargs)
             if decision.running_limit >= getattr(self, self._limit_name):
                 return super().schedule(*args, **kwargs)
             return self._partial_step(self.running, decision.running_limit, args, kwargs)
-        return self._prefill_step(decision, view, args, kwargs)
+        finally:
+            self.max_num_scheduled_tokens = usual
 
     def _prefill_step(self, decision: Decision, view: View, args: Any, kwargs: Any) -> Any:
         """A prefill step, or a decode step if no request can be scheduled for lack of KV blocks.
@@ -293,19 +293,12 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         self._preempted_now += 1
         return super()._preempt_request(*args, **kwargs)
 
-    def _decode_step(self, args: Any, kwargs: Any) -> Any:
-        visible = self.running
-        if self._prefilling:
-            aside = set(self._prefilling)
-            visible = [request for request in self.running if request not in aside]
-        return self._partial_step(visible, len(visible), args, kwargs)
-
     def _partial_step(self, visible: list[Request], limit: int, args: Any, kwargs: Any) -> Any:
         """``super().schedule()`` with only ``visible`` running requests, and at most ``limit`` running afterwards."""
         running, shown = self.running, len(visible)
         usual_limit = getattr(self, self._limit_name)
         self.running = visible
-        setattr(self, self._limit_name, min(limit + compat.idle_sessions(self), usual_limit))
+        setattr(self, self._limit_name, min(limit + self.num_waiting_for_streaming_input, usual_limit))
         self._hides = visible is not running
         if self._hides:
             self._set_aside = running
@@ -366,8 +359,8 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         return admitted
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        if self.controller is not None and request.status in _ENDS and request.num_output_tokens:
-            self.controller.on_finish(request.num_output_tokens)
+        if self.controller is not None and request.status in _ENDS and (tokens := request.num_output_tokens):
+            self.controller.on_finish(tokens)
         if self._waiting_order is not None:
             self._waiting_order.left(request)
         return super()._free_request(request, *args, **kwargs)

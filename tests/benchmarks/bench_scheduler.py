@@ -17,7 +17,11 @@ concurrency, half and a quarter of it, the times of single calls are fitted by l
 admitted prompts x``. That tells what vLLM's code would take for the steps that a policy makes (``predicted``). Medians
 over the pairs of runs, with the smallest and the largest.
 ``measured`` is divided by it, both relative to the same quotient of stock's run at that concurrency. The two runs of a
-pair take turns in one process, some steps each, so that other load on the machine affects both.
+pair take turns on one processor, some steps each, so that other load on the machine affects both. Each has a process of
+its own: where two classes of schedulers take turns in one, Python's specialised bytecode fits neither.
+Every run of a policy makes the same steps, so ``by step`` takes the median of each step over the runs before adding
+them up: what disturbs a run now and then is left out, of stock's steps as of the policy's. Its interval is the middle
+95 % of what rounds drawn with replacement would give.
 
 ``--count`` prints opcodes of Python instead of times, of vLLM and of the plugin per scheduled sequence. They are the
 same in every run. They say nothing of what C code and caches cost. Slow: 150 requests, 128 at a time, are enough.
@@ -29,10 +33,10 @@ what became of them, is added to ``schedule()``.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
+import multiprocessing
+import os
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,7 +51,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from ebbench.devices.base import Device
 from ebbench.devices.loader import load_device
 from ebbench.engines.emulated import EmulatedEngine
-from ebbench.process.interpreter import collector_paused
 from ebbench.records.plan import Plan
 from ebbench.spec.server import EngineOptions, parse_speculative
 from ebbench.workloads import build_plan
@@ -61,6 +64,8 @@ POLICIES = (
     "v0", "deferred:k=32", "eb", "ebplus", "marginal", "marginal:ttft=1,tpot=0.05", "cadence:every=4", "delayer",
     "ppas", "batchwait:iters=32,ratio=0.5", "slochunk:tpot=0.05",
 )  # fmt: skip
+RESAMPLES = 1000
+FORK = multiprocessing.get_context("fork")  # what vLLM takes seconds to import is there already
 ADAPTIVE = "marginal:draft=adaptive"  # only with drafts
 
 
@@ -185,13 +190,13 @@ def overhead(bench: Bench, chosen: list[str], rounds: int) -> None:
 
 
 class TurnTakers:
-    """Two threads of which one runs at a time; each hands over after ``STEPS`` steps, and at its end."""
+    """Two processes of which one runs at a time; each hands over after ``STEPS`` steps, and at its end."""
 
     STEPS = 16
 
     def __init__(self) -> None:
-        self._turns = (threading.Semaphore(1), threading.Semaphore(0))
-        self._ended = [False, False]
+        self._turns = (FORK.Semaphore(1), FORK.Semaphore(0))
+        self._ended = FORK.RawArray("b", 2)
 
     def begin(self, number: int) -> None:
         """Wait for the first turn."""
@@ -204,8 +209,8 @@ class TurnTakers:
             self._turns[number].acquire()
 
     def end(self, number: int) -> None:
-        """Hand over and do not wait: the run of this thread has ended."""
-        self._ended[number] = True
+        """Hand over and do not wait: the run of this process has ended."""
+        self._ended[number] = 1
         self._turns[1 - number].release()
 
 
@@ -256,39 +261,62 @@ class Calls:
         return float(self.seconds.sum() / self.shapes[:, 1].sum())
 
 
+def ratio_by_step(pairs: list[tuple[Calls, Calls]]) -> tuple[float, float, float]:
+    """Policy's time per sequence over stock's, by the median of each step over the rounds; ends of its 95 % interval.
+
+    Raises RuntimeError if two runs of one policy differ in their steps.
+    """
+    for calls in zip(*pairs, strict=True):
+        if any(not np.array_equal(one.shapes, calls[0].shapes) for one in calls):
+            raise RuntimeError("two runs under one policy made different steps")
+    stock, mine = (np.array([calls.seconds for calls in runs]) for runs in zip(*pairs, strict=True))
+    of_sequences = pairs[0][0].shapes[:, 1].sum() / pairs[0][1].shapes[:, 1].sum()
+
+    def ratio(rounds: Any) -> float:
+        return float(np.median(mine[rounds], axis=0).sum() / np.median(stock[rounds], axis=0).sum() * of_sequences)
+
+    drawn = np.random.default_rng(0).integers(len(pairs), size=(RESAMPLES, len(pairs)))
+    low, high = np.quantile([ratio(rounds) for rounds in drawn], (0.025, 0.975))
+    return ratio(slice(None)), float(low), float(high)
+
+
 def pair_of(bench: Bench, policies: tuple[str, str]) -> list[Calls]:
-    """The calls of two runs that take turns."""
-    turns = TurnTakers()
-    engines = [StepTimingEngine(number, turns, bench.updates) for number in range(2)]
+    """The calls of two runs that take turns, each in a process of its own and after another run that warms it up."""
+    turns, (results, send) = TurnTakers(), FORK.Pipe(duplex=False)
 
     def run(number: int) -> None:
         turns.begin(number)
         try:
-            engines[number].run(bench.plan, parse_policy(policies[number]), bench.device, bench.options)
+            for _ in range(2):
+                engine = StepTimingEngine(number, turns, bench.updates)
+                engine.run(bench.plan, parse_policy(policies[number]), bench.device, bench.options)
         finally:
             turns.end(number)
-
-    # The garbage collector is paused by whichever run begins first and would come back with the first end.
-    with collector_paused(), concurrent.futures.ThreadPoolExecutor(2) as pool:
-        list(pool.map(run, range(2)))
-    found = []
-    for engine in engines:
         rows = np.array(engine.calls, np.float64)
-        found.append(Calls(rows[:, 0], np.column_stack([np.ones(len(rows)), rows[:, 1:]])))
-    return found
+        send.send((number, Calls(rows[:, 0], np.column_stack([np.ones(len(rows)), rows[:, 1:]]))))
+
+    processes = [FORK.Process(target=run, args=(number,)) for number in range(2)]
+    for process in processes:
+        process.start()
+    send.close()  # of this process: a child that fails then ends recv()
+    found = dict(results.recv() for _ in processes)
+    for process in processes:
+        process.join()
+    return [found[0], found[1]]
 
 
 def fitted(chosen: list[str], rounds: int, bench: Bench, smaller: list[Bench]) -> None:
     """Print the fit of stock's calls (also at ``smaller`` loads), each policy's time against it."""
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     few = [pair_of(less, (STOCK, STOCK))[0] for less in smaller]
     print(f"{'schedule()':32}{'calls':>14}{'fixed us':>10}{'us/seq.':>9}{'us/prompt':>11}  ", end="")
-    print("per sequence, to stock; predicted; measured/predicted (smallest to largest)")
+    print("per sequence, to stock; predicted; measured/predicted (smallest to largest); by step (95 %)")
     for policy in (STOCK, *chosen):
         pairs = []
         for number in range(rounds):
             order = (STOCK, policy) if number % 2 == 0 else (policy, STOCK)
-            calls = pair_of(bench, order)
-            pairs.append(tuple(calls if number % 2 == 0 else calls[::-1]))
+            first, second = pair_of(bench, order)
+            pairs.append((first, second) if number % 2 == 0 else (second, first))
         ratios, predicted, costs = [], [], []
         for stock, mine in pairs:
             known = [*few, stock]
@@ -307,7 +335,8 @@ def fitted(chosen: list[str], rounds: int, bench: Bench, smaller: list[Bench]) -
             f"{fixed:10.1f}{per_sequence:9.2f}{per_prompt:11.1f}  "
             f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}); "
             f"{statistics.median(predicted):.3f}; "
-            f"{statistics.median(left):.3f} ({min(left):.3f} to {max(left):.3f})",
+            f"{statistics.median(left):.3f} ({min(left):.3f} to {max(left):.3f}); "
+            "{:.3f} ({:.3f} to {:.3f})".format(*ratio_by_step(pairs)),
             flush=True,
         )
 

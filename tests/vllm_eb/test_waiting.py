@@ -36,9 +36,9 @@ class Server:
         if isinstance(queue, PunctualQueue):
             queue._stands, self.stands = self.stands_now, queue._stands  # type: ignore[method-assign]
 
-    def stands_now(self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int], work: Work) -> bool:
+    def stands_now(self, left_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int], work: Work) -> bool:
         """The plugin's answer whether the queue needs no other order, or always no."""
-        stood = not self.anew and self.stands(now_s, seen_s, prompt_tokens, work)
+        stood = not self.anew and self.stands(left_s, seen_s, prompt_tokens, work)
         self.stood += stood
         return stood
 

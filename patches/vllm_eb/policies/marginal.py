@@ -39,7 +39,8 @@ NOTHING_TO_REFILL = Choice("decode")
 KEEP_DECODING = StepChoice("decode", "eb")
 DRAFT_ALL_EVERY = 16  # plans of draft lengths
 NEXT_SIZE = 1.1  # batch sizes for which a draft length is chosen
-ONE_TOKEN = 1.5  # tokens; a mean response below it is mostly one token
+ONE_TOKEN = 1.5
+"""A mean response of fewer tokens is mostly one token: it does not grow, and has no time per further token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +185,9 @@ class MarginalPolicy(Strategy):
     """Chooses every step from measured costs, targets and free KV memory; only reads ``lengths``."""
 
     bounds_mixed = True
+    slots = None
+    seqs_allowed = 0
+    """Number of sequences that the TPOT target allows."""
 
     def __init__(self, spec: MarginalSpec, engine: EngineFacts, lengths: Lengths) -> None:
         super().__init__(engine, lengths)
@@ -197,7 +201,7 @@ class MarginalPolicy(Strategy):
         self._punctual = PunctualQueue(spec.ttft) if spec.ttft is not None else None
         self.queue = self._punctual
         self._largest_prefill_s = self._costs.prefill_s(HUGE_TOKENS)
-        self._allowed, self._tpot_in_reach, self._batch = self._max_num_seqs, True, self._max_num_seqs
+        self._tpot_in_reach, self._batch = True, self._max_num_seqs
         # Figures of one view, which a decision needs several times.
         self._seen: View | None = None
         self._context_tokens = 0.0
@@ -221,16 +225,6 @@ class MarginalPolicy(Strategy):
             step_tokens=self._steps.cheapest or engine.max_num_batched_tokens,
             prior=FadingMean(self.lengths.mu_o, spec.window),
         )
-
-    @property
-    def seqs_allowed(self) -> int:
-        """Number of sequences that the TPOT target allows."""
-        return self._allowed
-
-    @property
-    def responses_behind(self) -> bool:
-        """Whether prompts should wait because running responses are behind their TPOT target."""
-        return self._debt.exceeded
 
     def on_prompt(self, input_tokens: int, cached_tokens: int) -> None:
         """Record the first admission of a request with ``input_tokens`` prompt tokens."""
@@ -270,7 +264,7 @@ class MarginalPolicy(Strategy):
     def choose(self, view: View, phases: PhaseState) -> StepChoice:
         """The next step: continue the current refill, or take the cheapest step."""
         self._update_inputs(view, stepped=phases.phase != "prefill")
-        if phases.phase == "prefill" and phases.refilling(view) and not self.responses_behind:
+        if phases.phase == "prefill" and phases.refilling(view) and not self._debt.exceeded:
             refill = phases.refill(view)
             if not self._cheaper_mixed(view, refill):
                 return StepChoice("prefill", "eb", token_budget=self._refill_budget())
@@ -284,7 +278,7 @@ class MarginalPolicy(Strategy):
         return StepChoice(
             choice.way,
             "mb" if choice.way == "mixed" else "eb",
-            "responses_behind" if self.responses_behind else "slots_free" if refill else "nothing_to_refill",
+            "responses_behind" if self._debt.exceeded else "slots_free" if refill else "nothing_to_refill",
             refill,
             self._values(choice),
             self._token_budget(view, choice.way, refill),
@@ -331,7 +325,9 @@ class MarginalPolicy(Strategy):
         self._decisions += 1
         if self._service.tpot_s is not None and self._decisions % ALLOWED_EVERY == 0:
             self.plan_batch()
-        self._room.observe(view.decoding + view.prefilling, view.preempted)
+        self._room.active = view.decoding + view.prefilling
+        if view.preempted:
+            self._room.preempted()
         # A rank in lockstep that holds its prompts back alone does not make the pass shorter.
         if self._service.tpot_s is not None and self._joint is None:
             self._debt.observe(
@@ -339,7 +335,7 @@ class MarginalPolicy(Strategy):
                 decoding=view.decoding,
                 stepped=self._drafts_of(view.decoding).tokens_per_step if stepped else 0.0,
                 answer_tokens=self._answers.mean,
-                reachable=self._tpot_in_reach and not self._one_token,
+                reachable=self._tpot_in_reach and self.lengths.mu_o >= ONE_TOKEN,
             )
 
     def _cheapest_step(self, view: View, refill: int, *, blocked: bool) -> Choice:
@@ -360,7 +356,7 @@ class MarginalPolicy(Strategy):
                 must=view.prefilling > 0 or self._service.refill_due(view.oldest_wait_s),
                 pass_number=view.pass_number,
             )
-            if decodes and (blocked or self.responses_behind):
+            if decodes and (blocked or self._debt.exceeded):
                 choice = choice._replace(way="decode")
             elif self._fills_passes and choice.way == "prefill":
                 choice = choice._replace(way="mixed")
@@ -379,7 +375,7 @@ class MarginalPolicy(Strategy):
     def _fills_passes(self) -> bool:
         """Whether prompts join in every pass, as with answers of one token: there, ending a refill saves
         nothing, and its last, partly filled pass lasts as long as the slowest rank's."""
-        return self._joint is not None and self._one_token and self._may_mix
+        return self._joint is not None and self.lengths.mu_o < ONE_TOKEN and self._may_mix
 
     def _values(self, choice: Choice) -> Values:
         """What the choice was made from; of ranks in lockstep also from how many passes on they refill together."""
@@ -403,11 +399,6 @@ class MarginalPolicy(Strategy):
         """The drafts of a step with so many sequences."""
         return self.lengths.drafts if self._drafts is None else self._drafts.drafts_at(seqs)
 
-    @property
-    def _one_token(self) -> bool:
-        """Whether responses have one token: they do not grow, and have no time per further token."""
-        return self.lengths.mu_o < ONE_TOKEN
-
     def plan_batch(self) -> None:
         """Compute how many sequences the TPOT target allows at the mean lengths so far."""
         allowed = self._service.seqs_allowed(
@@ -419,9 +410,9 @@ class MarginalPolicy(Strategy):
             at_most=self._max_num_seqs,
             per_step=self._drafts_of(self._batch).tokens_per_step,
         )
-        if self._one_token:
+        if self.lengths.mu_o < ONE_TOKEN:
             allowed = self._max_num_seqs
-        self._tpot_in_reach, self._allowed = allowed > 0, allowed or self._max_num_seqs
+        self._tpot_in_reach, self.seqs_allowed = allowed > 0, allowed or self._max_num_seqs
 
     def prompts_that_fit(self, view: View) -> float:
         """Number of mean prompts that fit into the KV cache without preemptions, plus those whose preemption is
@@ -431,7 +422,7 @@ class MarginalPolicy(Strategy):
         late, while running responses can pause without missing their TPOT target. No bound if responses have one
         token, since none grows.
         """
-        if self._one_token:
+        if self.lengths.mu_o < ONE_TOKEN:
             return math.inf
         active, free_tokens = view.decoding + view.prefilling, view.free_blocks * self.engine.block_size
         context_tokens, prompt_tokens, answers = self._mean_context(view), self.lengths.mu_l, self._answers
@@ -449,7 +440,7 @@ class MarginalPolicy(Strategy):
             answer_tokens=answers.mean,
             running_tokens=running_tokens,
         )
-        if not active or fit >= self._allowed - active:  # for more there are no slots
+        if not active or fit >= self.seqs_allowed - active:  # for more there are no slots
             return fit
         if not self._has_targets:
             if self._payback_tokens is None:
@@ -488,18 +479,15 @@ class MarginalPolicy(Strategy):
     ) -> Places:
         """New order of never-started requests; arguments as in ``Controller.queue_order``."""
         assert self._punctual is not None
-        return self._punctual.order(now_s, seen_s, prompt_tokens, self._work(), oldest)
-
-    def _work(self) -> Work:
-        """Engine time per waiting request, at the mean lengths so far."""
-        mu_l, mu_o, batch = self.lengths.mu_l, self._answers.mean, self._batch
-        return Work(
-            prompt_token_s=self._refills.per_token_s * self.lengths.mu_new / mu_l,
+        lengths, mu_o, batch = self.lengths, self._answers.mean, self._batch
+        work = Work(
+            prompt_token_s=self._refills.per_token_s * lengths.mu_new / lengths.mu_l,
             answer_s=mu_o
-            * self._costs.decode_s(batch, mu_l + mu_o / 2)
+            * self._costs.decode_s(batch, lengths.mu_l + mu_o / 2)
             / (batch * self._drafts_of(batch).tokens_per_step),
             lead_s=self._largest_prefill_s,
         )
+        return self._punctual.order(now_s, seen_s, prompt_tokens, work, oldest)
 
     def _mean_context(self, view: View) -> float:
         """Mean KV tokens per running sequence."""
