@@ -46,8 +46,9 @@ _LONGEST = {"virtual": 16, "real": 4}
 """A probe gets at most this many times its least number of sessions."""
 _FEWEST = {"virtual": 4000, "real": 300}
 _PROBE_S = {"virtual": 0.0, "real": 30.0}
-_COARSE = {"virtual": 1.0, "real": 1 / 3}
 """Least sessions per probe, and least duration of their arrivals: a server in real time costs minutes."""
+_COARSE = {"virtual": 1.0, "real": 1 / 3}
+"""Share of both for probes that only have to tell on which side of the capacity their load is."""
 
 
 @dataclass(frozen=True)
