@@ -341,7 +341,7 @@ def test_a_narrow_bracket_of_unclear_shares_does_not_end_a_search() -> None:
     assert next_load(search, step) is None
 
 
-def test_after_an_overload_at_first_a_load_is_tried_that_is_surely_carried() -> None:
+def test_after_a_first_overload_a_load_surely_carried_is_tried() -> None:
     search = SearchSettings((Requirement("tpot", SHARE),), start=80.0)
     assert next_load(search, [plain(80.0, 999, runaway=True)]) == pytest.approx(16.0)
     assert next_load(search, [plain(24.0, 100)]) == 12.0
