@@ -336,7 +336,7 @@ def _clearly_missed(search: SearchSettings, probe: Probe) -> bool:
 def is_clear(requirements: Sequence[Requirement], probe: Probe) -> bool:
     """Whether a short run tells on which side of the capacity its load is: by two standard deviations."""
     off = [_deviations([probe], index, requirement.share) for index, requirement in enumerate(requirements)]
-    return min(off, default=math.inf) < -2 or min(off, default=math.inf) > 2
+    return abs(min(off, default=math.inf)) > 2
 
 
 def bracket(search: SearchSettings, probes: Sequence[Probe]) -> tuple[float | None, float | None]:

@@ -73,7 +73,13 @@ def free_port() -> int:
 
 
 # A server costs ten to twenty CPU seconds: what SIGTERM does to a run is seen with several servers, below.
-@pytest.mark.parametrize(("number", "forked"), [(signal.SIGHUP, FORKED), (signal.SIGKILL, FORKED)])
+@pytest.mark.parametrize(
+    ("number", "forked"),
+    [
+        (signal.SIGHUP, FORKED), (signal.SIGKILL, FORKED),
+        pytest.param(signal.SIGKILL, SPAWNED, marks=pytest.mark.nightly),
+    ],
+)  # fmt: skip
 def test_a_signalled_run_ends_its_server(
     small_model_folder: Path, tmp_path: Path, number: signal.Signals, variables: dict[str, str]
 ) -> None:
