@@ -211,8 +211,8 @@ def measure_steps(
 ) -> Probed:
     """Measure ``grid.repeats`` rounds, or as many, at least one, as are expected to end within ``most_s`` seconds.
 
-    ``pause`` is called after each probe, while the engine is empty. ``reached`` is called before each probe with what is
-    under way, the probes so far and all probes.
+    ``pause`` is called after each probe, while the engine is empty. ``reached`` is called before each probe with what
+    is under way, the probes so far and all probes.
     """
     begun_s = vllm.clock()
     order, by_drafts = random.Random(0), {drafts: _Times() for drafts in _drafts(vllm, grid)}
