@@ -614,5 +614,11 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }  # fmt: skip
 """The families that are read."""
+REFUSED: Mapping[str, str] = dict.fromkeys(
+    ("qwen4_exp", "qwen4_exp_text"),
+    "its layers look up embeddings of n-grams, tables larger than the layers, in the host's memory (PLE), and its KV "
+    "pool packs linear layers' states, compressed keys and rings of raw keys (QSA) into blocks of one size",
+)
+"""Families that are known and not read: what has no times or no layout here."""
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Where a model of images or sound has its decoder."""

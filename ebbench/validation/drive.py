@@ -280,7 +280,7 @@ class _Rounds:
     @property
     def _stopped(self) -> str:
         reached = f"--max-time {self.budget.seconds:g} was reached"
-        if self.server_s < self.budget.seconds:
+        if self.stored_runs() or self.server_s < self.budget.seconds:
             return reached
         return f"{reached}; a server's start and runs take {self.server_s:.0f} s; smaller --loads take less"
 

@@ -93,6 +93,12 @@ def test_a_key_about_the_shape_that_no_rule_reads_is_refused(tmp_path: Path, key
     assert f"what {key} says of its shape is left out" in model.note
 
 
+def test_what_has_no_cost_model_is_named(tmp_path: Path) -> None:
+    text = {**LLAMA, "model_type": "qwen4_exp_text"}
+    with pytest.raises(InputFileError, match=r"'qwen4_exp_text' has no cost model here: .*n-grams.*\(PLE\).*\(QSA\)"):
+        read(tmp_path, {"model_type": "qwen4_exp", "text_config": text})
+
+
 def test_keys_that_change_no_figure_are_understood(tmp_path: Path) -> None:
     """As published configs have them."""
     fields = {
