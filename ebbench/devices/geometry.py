@@ -500,24 +500,55 @@ class KvGroup:
         """Whether it keeps states where they stood at the end of blocks, as prefix caching needs them."""
         return self.per_sequence > self.drafts + 1
 
-    def first(self, tokens: int, in_flight: int) -> int:
+    def first(self, tokens: Ints | int, in_flight: int) -> Ints | int:
         """Blocks that vLLM wants free to admit a sequence of ``tokens``: a later state's block is not among them."""
         if self.by_block:
             return self.tables * (1 + self.drafts)
         most = self.most(tokens, in_flight)
-        return min(most, self.tables * -(-tokens // self.block_tokens)) if self.window else most
+        return np.minimum(most, self.tables * -(-tokens // self.block_tokens)) if self.window else most
 
-    def most(self, tokens: int, in_flight: int) -> int:
+    def most(self, tokens: Ints | int, in_flight: int) -> Ints | int:
         """Blocks that vLLM reckons with for a longest sequence of ``tokens``, with ``in_flight`` tokens scheduled at
         once: a window has one more, even where it is longer than the sequence."""
         if self.per_sequence:
             return self.tables * self.per_sequence
         blocks = -(-tokens // self.block_tokens)
         if self.window:
-            blocks = -(-min(self.window - 1 + in_flight, tokens) // self.block_tokens) + 1
+            blocks = -(-np.minimum(self.window - 1 + in_flight, tokens) // self.block_tokens) + 1
         if self.chunk:
-            blocks = min(blocks, -(-min(self.chunk + in_flight, tokens) // self.block_tokens))
+            blocks = np.minimum(blocks, -(-np.minimum(self.chunk + in_flight, tokens) // self.block_tokens))
         return self.tables * blocks
+
+
+class BlocksByLength:
+    """Blocks of the pool of a sequence by a number of tokens, for lookups: a division takes several times as long.
+
+    ``room``: those for so many tokens; ``left``: those given back since so many are computed for good; ``first``: those
+    that vLLM wants free to admit so many. ``decoding``: those for one token more, none of the others in flight, or one.
+    """
+
+    def __init__(self, layout: KvLayout) -> None:
+        self._layout, self.room = layout, np.zeros(0, np.int64)
+        self.reach(1023)
+
+    def reach(self, tokens: int) -> None:
+        """Make the lookups long enough for so many tokens, if they are not."""
+        if tokens < len(self.room) - 1:
+            return
+        lengths, layout = np.arange((1 << tokens.bit_length()) + 1), self._layout
+        self.room, self.left, self.first = (np.zeros_like(lengths) for _ in range(3))
+        for group in layout.groups:
+            self.first += group.first(lengths, layout.in_flight)
+            if group.per_sequence:
+                self.room += group.tables * (1 + group.drafts)  # the running states
+                continue
+            self.room += group.tables * -(-lengths // group.block_tokens)
+            if group.window:
+                self.left += group.tables * (np.maximum(lengths - (group.window - 1), 0) // group.block_tokens)
+            if group.chunk:
+                self.left += group.tables * (lengths // group.chunk * group.chunk // group.block_tokens)
+        later = self.room[1:]
+        self.decoding = later - self.left[:-1], later - np.concatenate([self.left[:1], self.left[:-2]])
 
 
 @dataclass(frozen=True)
@@ -530,7 +561,7 @@ class KvLayout:
     longest: int
     in_flight: int
 
-    @property
+    @cached_property
     def scheduler_block_tokens(self) -> int:
         """Tokens per block as vLLM's scheduler has it: of which the blocks of every group are a part."""
         return math.lcm(*(group.block_tokens for group in self.groups))
@@ -547,36 +578,34 @@ class KvLayout:
         kinds = {group.by_block for group in self.groups}
         return alike and len(kinds) == 2 and not any(group.window or group.chunk for group in self.groups)
 
-    def held(self, tokens: Ints, processed: Ints) -> Ints:
+    def held(self, tokens: Ints | int, processed: Ints | int) -> Ints:
         """Blocks of the pool of sequences with room for ``tokens``, of which ``processed`` are computed for good; of
         states without those that have moved on. Called in every step."""
-        held: Ints | int = self._states
-        for group in self._by_tokens:
-            size = group.block_tokens
-            blocks = (tokens + (size - 1)) // size
-            if group.window:
-                blocks -= np.maximum(processed - (group.window - 1), 0) // size
-            if group.chunk:
-                blocks -= processed // group.chunk * group.chunk // size
-            held = held + (blocks if group.tables == 1 else blocks * group.tables)
-        return held if isinstance(held, np.ndarray) else np.full_like(tokens, held)
+        by_length = self.by_length
+        try:
+            return by_length.room.take(tokens) - by_length.left.take(processed)
+        except IndexError:
+            by_length.reach(int(np.max(tokens)))
+            return self.held(tokens, processed)
 
     @cached_property
-    def _by_tokens(self) -> tuple[KvGroup, ...]:
-        return tuple(group for group in self.groups if not group.per_sequence)
+    def by_length(self) -> BlocksByLength:
+        """The blocks of sequences by their length."""
+        return BlocksByLength(self)
 
     @cached_property
-    def _states(self) -> int:
-        """Blocks of a sequence's running states."""
-        return sum(group.tables * (1 + group.drafts) for group in self.groups if group.per_sequence)
+    def most_per_token(self) -> int:
+        """Blocks of the pool that one token more may take."""
+        return sum(group.tables for group in self.groups if not group.per_sequence)
 
     def first(self, tokens: int) -> int:
         """Blocks of the pool that vLLM wants free to admit a sequence of ``tokens``."""
-        return sum(group.first(tokens, self.in_flight) for group in self.groups)
+        self.by_length.reach(tokens)
+        return int(self.by_length.first[tokens])
 
     def most(self, tokens: int) -> int:
         """Blocks of the pool that a sequence of ``tokens`` needs at most."""
-        return sum(group.most(tokens, self.in_flight) for group in self.groups)
+        return int(sum(group.most(tokens, self.in_flight) for group in self.groups))
 
     def tokens_of(self, blocks: int) -> int:
         """What vLLM logs as the size of its KV cache: as many of the longest sequences as fit, times their length."""
