@@ -374,6 +374,9 @@ def test_inputs_of_convolutions_have_a_cache_beside_keys_and_values(tmp_path: Pa
     tokens = 1000
     kept = 55 * 512 * 2 * 16 * 128 * 2 + 11 * tokens * 2 * 8 * 128 * 2 + 66 * 131072
     assert model.kv_bytes(tokens) == kept
+    Parallel(tp=8).check(model)
+    with pytest.raises(UsageError, match="no more GPUs; use a tp of at most 8"):
+        Parallel(tp=16).check(model)
 
 
 def test_layers_that_share_the_cache_of_others_keep_none(tmp_path: Path) -> None:
