@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +63,8 @@ class Mixer:
     of these where an FP8 cache has a format of its own; ``cached_bytes``: further bytes, in no type that a server
     chooses; ``state_bytes``: bytes per sequence; ``draft_bytes``: further bytes of a state per drafted token (inputs of
     its convolution), 0 where drafts are not verified with it. ``pages``: the layer's caches instead of all these, where
-    they have blocks of their own. ``reads``: elements that a query reads per token before
+    they have blocks of their own; ``inputs``: a cache beside keys and values, of the last inputs of convolutions.
+    ``reads``: elements that a query reads per token before
     it (of a layer that uses another layer's cache, too). ``others``: parameters outside ``products``, in 16 bits.
     ``sizes``: of a gated delta rule, numbers and widths of its heads by the names of the kernels' arguments.
     """
@@ -83,6 +85,7 @@ class Mixer:
     reads: int = 0
     every: int = 0
     pages: tuple[Page, ...] = ()
+    inputs: Page | None = None
     products: tuple[Product, ...] = ()
     others: int = 0
     sizes: tuple[tuple[str, int], ...] = ()
@@ -119,9 +122,10 @@ class Mixer:
             return replace(self, products=products)
         sizes = tuple((name, max(size // tp, 1) if name.startswith("n") else size) for name, size in self.sizes)
         state_bytes, draft_bytes = -(-self.state_bytes // tp), -(-self.draft_bytes // tp)
+        inputs = self.inputs and replace(self.inputs, size=self.inputs.size // tp)
         part = replace(
             self, products=products, heads=-(-self.heads // tp), state_bytes=state_bytes, draft_bytes=draft_bytes,
-            sizes=sizes,
+            inputs=inputs, sizes=sizes,
         )  # fmt: skip
         if not self.kv_heads:
             return part
@@ -270,6 +274,11 @@ class ModelGeometry:
     def own_pages(self) -> tuple[tuple[int, Page], ...]:
         """Caches with blocks of their own, with the numbers of layers that have them."""
         return tuple((mixer.layers, page) for mixer in self.mixers for page in mixer.pages)
+
+    @property
+    def inputs(self) -> tuple[tuple[int, Page], ...]:
+        """Caches of the last inputs of convolutions, with the numbers of layers that have them."""
+        return tuple((mixer.layers, mixer.inputs) for mixer in self.mixers if mixer.inputs)
 
     @property
     def dtype_of_experts(self) -> str:
@@ -443,7 +452,7 @@ class ModelGeometry:
         for mixer in self.mixers:
             length = min(tokens, mixer.window) if mixer.kind in ("window", "chunk") else tokens
             kept += mixer.layers * length * mixer.bytes_per_token(self.kv_dtype_bytes)
-        windows = ((layers, page) for layers, page in self.own_pages if page.window)
+        windows = ((layers, page) for layers, page in (*self.own_pages, *self.inputs) if page.window)
         return kept + sum(layers * min(tokens, page.window) * page.size / page.tokens for layers, page in windows)
 
 
@@ -620,6 +629,16 @@ class KvLayout:
         return bisect_right(range(1, tokens + 1), blocks, key=self.most)
 
 
+class _Bucket(NamedTuple):
+    """Layers whose blocks hold as many ``tokens`` in as many ``bytes``, before all pages are made equal."""
+
+    layers: int
+    tokens: int
+    bytes: float
+    window: int
+    chunk: int = 0
+
+
 def kv_layout(
     model: ModelGeometry, in_flight: int, *, chunks: bool = True, state_blocks: int = STATE_BLOCKS, drafts: int = 0
 ) -> KvLayout | None:
@@ -636,18 +655,27 @@ def kv_layout(
     if not states and not any(_window(mixer) or (chunks and _chunk(mixer)) for mixer in kept):
         return None
     tokens = _tokens_beside_states(kept, states, element)
-    buckets = [(mixer, tokens * mixer.bytes_per_token(element)) for mixer in _merged(kept, chunks=chunks)]
-    page = max((bytes_ for _, bytes_ in buckets), default=0.0)
-    page = max(page, *(mixer.state_bytes for mixer in states)) if states else page
-    counts = [mixer.layers for mixer, _ in buckets] + [mixer.layers for mixer in states]
+    buckets = [
+        _Bucket(
+            mixer.layers,
+            tokens,
+            tokens * mixer.bytes_per_token(element),
+            _window(mixer),
+            _chunk(mixer) if chunks else 0,
+        )
+        for mixer in _merged(kept, chunks=chunks)
+    ]
+    buckets += [_Bucket(layers, inputs.tokens, inputs.size, inputs.window) for layers, inputs in model.inputs]
+    page = max([*(bucket.bytes for bucket in buckets), *(mixer.state_bytes for mixer in states)])
+    counts = [bucket.layers for bucket in buckets] + [mixer.layers for mixer in states]
     most = max(counts)
     size = most if most < FEW_MORE * min(counts) else min(counts)
     groups = [
         KvGroup(
-            -(-mixer.layers // size), tokens * (int(page // own) if page % own == 0 else 1), _window(mixer),
-            chunk=_chunk(mixer) if chunks else 0,
+            -(-own.layers // size), own.tokens * (int(page // own.bytes) if page % own.bytes == 0 else 1), own.window,
+            chunk=own.chunk,
         )
-        for mixer, own in buckets
+        for own in buckets
     ]  # fmt: skip
     per_sequence = state_blocks + drafts
     groups += [KvGroup(-(-mixer.layers // size), tokens, per_sequence=per_sequence, drafts=drafts) for mixer in states]
