@@ -178,10 +178,9 @@ def test_a_round_is_predicted_from_its_own_step_times(tmp_path: Path, monkeypatc
     """A machine that is faster in the second round while its steps are measured: as fast as an H200."""
     steps = drive.measure_step_times
 
-    def faster_later(asked: ValidationQuestion, folder: Path) -> StepTimes:
-        return steps(
-            asked if folder.name == "round-1" else replace(asked, spec=asked.spec.changed(device="h200")), folder
-        )
+    def faster_later(asked: ValidationQuestion, folder: Path, most_s: float) -> StepTimes:
+        faster = replace(asked, spec=asked.spec.changed(device="h200"))
+        return steps(asked if folder.name == "round-1" else faster, folder, most_s)
 
     monkeypatch.setattr(drive, "measure_step_times", faster_later)
     outcomes = validate(question(), tmp_path, TimeBudget(600.0), lambda _text: None)
@@ -210,14 +209,23 @@ def test_rounds_that_would_take_too_long_are_not_begun(tmp_path: Path, monkeypat
     """On a real vLLM, whose parts are replaced by an engine in virtual time that takes hours by its own account."""
     steps = drive.measure_step_times
     asked = question()
-    monkeypatch.setattr(
-        drive, "measure_step_times", lambda _asked, folder: replace(steps(asked, folder), seconds=5000.0)
-    )
+    limits_s = []
+
+    def slow(_asked: ValidationQuestion, folder: Path, most_s: float) -> StepTimes:
+        limits_s.append(most_s)
+        return replace(steps(asked, folder, most_s), seconds=5000.0)
+
+    monkeypatch.setattr(drive, "measure_step_times", slow)
     monkeypatch.setattr(drive._Rounds, "_too_late", lambda self, needed_s: self.budget.left_s < needed_s)
     outcomes = validate(asked, tmp_path, TimeBudget(4000.0), lambda _text: None)
+    assert limits_s == [pytest.approx(4000 / 2 / 3, rel=0.01)]  # steps take a third of a round at most
     assert {one.round for one in outcomes.observations} == {0}
     assert len(outcomes.steps) == 1
     assert outcomes.stopped == "--max-time 4000 was reached"
+    monkeypatch.setattr(drive, "server_start_s", lambda _question, _steps: 5000.0)
+    again = validate(asked, tmp_path / "other", TimeBudget(4000.0), lambda _text: None)
+    assert again.observations == ()
+    assert "4000 was reached; a server's start and runs take 50" in again.stopped
 
 
 def test_a_server_that_was_faster_than_expected_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
