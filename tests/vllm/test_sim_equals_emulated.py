@@ -20,6 +20,7 @@ from tests.vllm.emulation import (
     random_case,
     run_emulated,
     run_sim,
+    seeds,
     with_further_limits,
 )
 from vllm_eb.policy import least_seqs, parse_policy
@@ -95,7 +96,7 @@ def lone_requests_uncapped() -> bool:
     return "num_eligible_reqs" in Scheduler.schedule.__code__.co_varnames
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(0, 60))
 def test_equal_under_random_settings(seed: int) -> None:
     plan, policy, options = random_case(seed)
     if options.long_prefill_token_threshold and not lone_requests_uncapped():
@@ -191,7 +192,7 @@ def knows_option(name: str) -> bool:
     return hasattr(EngineArgs, name)
 
 
-@pytest.mark.parametrize("seed", range(200, 240))
+@pytest.mark.parametrize("seed", seeds(200, 240))
 def test_equal_under_random_further_limits(seed: int) -> None:
     plan, policy, options = random_case(seed)
     options = with_further_limits(options, seed)
