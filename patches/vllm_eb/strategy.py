@@ -31,7 +31,7 @@ class View(NamedTuple):
     ``decoding``: running sequences whose prompt is computed, including those whose last token is in flight.
     ``prefilling``: running sequences with prompt tokens left. ``waiting``: queued requests, including preempted ones.
     ``free_blocks``: free KV blocks, including cached ones that no request uses. ``oldest_wait_s``: that of
-    ``Controller.queue``; needed only if ``Controller.orders_queue``. ``preempted``: requests preempted since the last
+    ``Controller.queue``; 0 unless ``Controller.orders_queue`` and requests wait. ``preempted``: requests preempted since the last
     view. ``idle_sessions``: streaming sessions between two turns, which keep their slots. ``last_tokens_out``: the last
     token of every decoding sequence is in flight (asynchronous scheduling), so that none of them needs another step.
     ``prompt_tokens``: prompt tokens that the next step could compute, of partly computed prompts, then of waiting ones

@@ -27,7 +27,7 @@ MIXED = Decision("mixed", "mb", running_limit=4, k=None, n_limit=4)
 class Queue:
     """Due in every step; the oldest request has always waited half a second."""
 
-    def due(self, now_s: float) -> bool:
+    def due(self, now_s: float, *, admits: bool = False) -> bool:
         return True
 
     def oldest_wait_s(self, now_s: float) -> float:
