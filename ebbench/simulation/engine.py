@@ -117,8 +117,8 @@ class PolicyGate(OpenGate, SchedulerListener):
         )
 
     def may_coast(self) -> bool:
-        """See OpenGate: True unless the policy orders the queue in every step."""
-        return not self._controller.orders_queue
+        """See OpenGate: always, since the policy is asked before each step."""
+        return True
 
     def admits_decode(self, step: Step, taken: int) -> bool:
         """See OpenGate. Another decision is kept for :meth:`fill`, which is called next, at the same time."""
