@@ -52,8 +52,7 @@ class Phases:
         self.token_budget: int | None = None  # of the step being decided on
         self._quota = self._admitted = 0
         self._blocked = False
-        self._last_view: View | None = None
-        self._last_idle = 0  # idle slots of the last view, when they were last counted
+        self._last_limit = engine.max_num_seqs  # batch limit when idle slots were last counted
 
     def on_admission(self) -> None:
         """Record an admission, first or repeated."""
@@ -122,7 +121,7 @@ class Phases:
         slots = min(strategy.seqs_allowed, self._max_num_seqs - view.idle_sessions) - active
         if slots > 0 and (fit := strategy.prompts_that_fit(view)) != math.inf:
             slots = min(slots, math.ceil(fit))
-        self._last_view, self._last_idle = view, slots
+        self._last_limit = active + max(slots, 0)
         return slots
 
     def batch_limit(self, view: View, idle: int | None = None) -> int:
@@ -136,16 +135,18 @@ class Phases:
 
     def decision(self, view: View) -> Decision:
         """The decision for the next step."""
-        # A decode step admits nothing: its limit is only reported, and was counted when the step was chosen.
-        counted = self._last_idle if self.phase == "decode" and self._last_view is view else None
-        limit, batch_limit = self._max_num_seqs, self.batch_limit(view, counted)
-        if self.phase == "prefill" or (self.phase == "mixed" and self._strategy.bounds_mixed):
+        limit, strategy = self._max_num_seqs, self._strategy
+        if self.phase == "decode" and strategy.bounds_mixed:
+            # It admits nothing: its batch limit is only reported, and not counted again.
+            return Decision(self.phase, self.mode, limit, strategy.slots, self._last_limit, self.token_budget)
+        batch_limit = self.batch_limit(view)
+        if self.phase == "prefill" or (self.phase == "mixed" and strategy.bounds_mixed):
             active = view.decoding + view.prefilling
             limit = batch_limit
             if self.phase == "prefill":
                 limit = min(limit, active + self._quota - self._admitted)
             limit = max(limit, active)
-        return Decision(self.phase, self.mode, limit, self._strategy.slots, batch_limit, self.token_budget)
+        return Decision(self.phase, self.mode, limit, strategy.slots, batch_limit, self.token_budget)
 
     def gate(self) -> float:
         """The share of KV memory that must be free for a refill."""

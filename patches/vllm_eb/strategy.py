@@ -63,7 +63,8 @@ class Decision(NamedTuple):
     """What the next step may contain.
 
     ``prefill``: prefilling and newly admitted sequences only, with at most ``running_limit`` running in total.
-    ``decode``: decoding sequences only, no admissions. ``mixed``: vLLM's own rules, limit unchanged.
+    ``decode``: decoding sequences only, no admissions. ``mixed``: vLLM's own rules, limit unchanged. ``n_limit``: the
+    batch limit; in a decode step of a policy that bounds memory, as it was when requests could last join.
     ``token_budget``: the most tokens of the step if fewer than max_num_batched_tokens; None: that of the engine.
     """
 

@@ -167,7 +167,7 @@ def test_requests_that_all_have_time_need_no_other_order() -> None:
         assert (list(first), first == range(3)) == ([0, 1, 2], stands)
 
 
-def test_a_queue_is_ordered_before_admissions_and_when_a_request_may_have_waited_long() -> None:
+def test_a_queue_is_ordered_before_admissions_and_when_one_waited_long() -> None:
     """Urgent from 6 s on: the oldest has waited 1 s, then there is none older than the last ordering."""
     queue = PunctualQueue(10.0, urgent_s=6.0)
     queue.order(100.0, [99.0], [100], Work(1e-3, 0.0, 0.0))
