@@ -228,9 +228,11 @@ class Coasting:
             self._ending = most == 1 and before > 0
             return False
         seqs, ones, asks = len(rows), scheduler.ones[: len(rows)], gate.asks_each_step
-        kv_tokens, made, wake_ns = int(np.add.reduce(computed)), 0, now_ns
-        for at_once, in_all in scheduler.decode_blocks(rows, computed):
-            if made == most or wake_ns >= until_ns or at_once > kv.free:
+        kv_tokens, made, wake_ns, held_blocks = int(np.add.reduce(computed)), 0, now_ns, None
+        blocks = scheduler.decode_blocks(rows, computed)
+        while made < most and wake_ns < until_ns:
+            at_once, in_all, held = next(blocks)
+            if at_once > kv.free:
                 break
             step = Step(wake_ns, rows=rows, tokens=ones, sampled=rows, decode_seqs=seqs)
             if asks and not gate.admits_decode(step, in_all):
@@ -241,10 +243,10 @@ class Coasting:
             scheduler.steps += 1
             self._run_step(step, StepShape((), seqs, kv_tokens, seqs))
             in_flight.append(step)
-            wake_ns = in_flight[made - 1].end_ns
+            wake_ns, held_blocks = in_flight[made - 1].end_ns, held
         if made:
             self._ending = made == most and before > 0
-            scheduler.commit_decodes(rows, computed + made, before)
+            scheduler.commit_decodes(rows, computed + made, held_blocks)
             for _ in range(min(before, made - 1)):
                 scheduler.deliver()
             scheduler.deliver_decodes(rows, max(made - 1 - before, 0))

@@ -1,4 +1,4 @@
-"""``ebbench`` commands forked from a process that has imported vLLM: the client of :mod:`tests.vllm.template`."""
+"""Python commands forked from a process that has imported vLLM: the client of :mod:`tests.vllm.template`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _opened: list[object] = []
 
 
 class ForkedCommand:
-    """A command in a session of its own: what tests use of ``subprocess.Popen``."""
+    """``python -m MODULE ...`` in a session of its own: what tests use of ``subprocess.Popen``."""
 
     def __init__(
         self, words: list[str], environment: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes], folder: Path
@@ -44,7 +44,7 @@ class ForkedCommand:
             try:
                 self.returncode = int(json.loads(self._connection.recv(100)))
             except (TimeoutError, BlockingIOError):
-                raise subprocess.TimeoutExpired("ebbench", timeout or 0.0) from None
+                raise subprocess.TimeoutExpired("python", timeout or 0.0) from None
             self.close()
         return self.returncode
 

@@ -250,7 +250,7 @@ def _run(command: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
         os.dup2(descriptors[0], 1)
         os.dup2(descriptors[1], 2)
         os.chdir(command["folder"])
-        become([sys.executable, "-m", "ebbench", *command["words"]], command["environment"], lambda _number: False)
+        become(command["words"], command["environment"], lambda _number: False)
     finally:
         os._exit(_CANNOT_START)
 
