@@ -340,11 +340,12 @@ class Controller:
 class WaitingOrder:
     """vLLM's queue: keeps arrival times, and orders requests that were never started by the controller's rule.
 
-    Preempted requests stay in front. All times in seconds of the scheduler's clock. Overdue requests stand together in
-    the queue and keep their order, so an ordering reads only the others: under overload thousands are overdue and some
-    dozens are not. Most steps admit nothing: they need an order only if the oldest request may have waited for too long,
-    and such an ordering changes only lists of these others; :meth:`arrange` changes the queue itself. The queue mostly loses requests at its front and gets new ones at its end: then the lists are cut and
-    extended. After any other change the next ordering reads the queue anew.
+    Preempted requests stay in front. All times in seconds of the scheduler's clock. Overdue requests stand together
+    in the queue and keep their order, so an ordering reads only the others: under overload thousands are overdue
+    and some dozens are not. Most steps admit nothing: they need an order only if the oldest request may have waited
+    for too long, and such an ordering changes only lists of these others; :meth:`arrange` changes the queue itself.
+    The queue mostly loses requests at its front and gets new ones at its end: then the lists are cut and extended.
+    After any other change the next ordering reads the queue anew.
     """
 
     def __init__(self, controller: Controller) -> None:
