@@ -102,6 +102,8 @@ class PolicyGate(OpenGate, SchedulerListener):
         step.mode, step.k, step.n_limit = decision.mode, decision.k, decision.n_limit
         scheduler = self._scheduler
         candidates = scheduler.running
+        if decision.phase != "decode":
+            self._order_queue(step.scheduled_ns, admits=True)
         if decision.phase == "prefill":
             candidates = candidates[scheduler.state.partial[candidates]] if prefilling else NO_ROWS
         elif decision.phase == "decode" and prefilling:
@@ -115,8 +117,8 @@ class PolicyGate(OpenGate, SchedulerListener):
         )
 
     def may_coast(self) -> bool:
-        """See OpenGate: True unless the policy orders the queue in every step."""
-        return not self._controller.orders_queue
+        """See OpenGate: always, since the policy is asked before each step."""
+        return True
 
     def admits_decode(self, step: Step, taken: int) -> bool:
         """See OpenGate. Another decision is kept for :meth:`fill`, which is called next, at the same time."""
@@ -161,16 +163,21 @@ class PolicyGate(OpenGate, SchedulerListener):
             free_blocks=scheduler.kv.free,
             preempted=self._preempted,
             last_tokens_out=not coasting and not scheduler.generates,
-            oldest_wait_s=self._order_queue(step.scheduled_ns) if controller.orders_queue else 0.0,
+            oldest_wait_s=self._order_queue(step.scheduled_ns),
             pass_number=step.pass_number,
             prompt_tokens=prompt_tokens(scheduler, wanted) if (wanted := controller.prompt_tokens_wanted) else 0,
         )
 
-    def _order_queue(self, now_ns: int) -> float:
-        """Let the policy order the queue if due; returns the waiting time (s) of the oldest punctual request."""
-        scheduler, queue = self._scheduler, self._controller.queue
-        now_s = now_ns / NS_PER_S
-        if queue.due(now_s):
+    def _order_queue(self, now_ns: int, *, admits: bool = False) -> float:
+        """Let the policy order the queue if due; returns the waiting time (s) of the oldest punctual request.
+
+        ``admits``: the next step may admit requests.
+        """
+        scheduler = self._scheduler
+        if not (self._controller.orders_queue and scheduler.waiting):
+            return 0.0
+        queue, now_s = self._controller.queue, now_ns / NS_PER_S
+        if queue.due(now_s, admits=admits):
             rows = np.fromiter(scheduler.waiting, np.int64, len(scheduler.waiting))
             fresh = scheduler.state.scheduled_ns[rows] == UNSET
             started, rows = rows[~fresh], rows[fresh]
