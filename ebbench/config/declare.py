@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ebbench.errors import UnknownNameError, UsageError
@@ -157,13 +158,26 @@ def _declared_in(kind: type) -> Mapping[str, Declared]:
 
 def check_ranges(owner: Any) -> None:
     """Raise UsageError, naming the option, for a declared number of ``owner`` out of its range, or an unknown word."""
-    for declared in declared_in(type(owner)).values():
-        value = getattr(owner, declared.name)
-        option = next(name for name in declared.option_names if name.startswith("--"))
+    for name, option, about, words in _checked(type(owner)):
+        value = getattr(owner, name)
         if isinstance(value, int | float):
-            check_range(option, value, declared.about)
-        elif get_origin(declared.kind) is Literal and value not in get_args(declared.kind):
-            raise UnknownNameError(option, value, get_args(declared.kind))
+            check_range(option, value, about)
+        elif words and value not in words:
+            raise UnknownNameError(option, value, words)
+
+
+@cache
+def _checked(kind: type) -> tuple[tuple[str, str, Setting, tuple[Any, ...]], ...]:
+    """Name, option, range and words of each setting that :func:`check_ranges` looks at."""
+    return tuple(
+        (
+            declared.name,
+            next(name for name in declared.option_names if name.startswith("--")),
+            declared.about,
+            get_args(declared.kind) if get_origin(declared.kind) is Literal else (),
+        )
+        for declared in declared_in(kind).values()
+    )
 
 
 def _default(member: Field[Any]) -> Any:
