@@ -95,6 +95,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_worker() -> Iterator[None]:
+    """Commands in this process start no pools of their own accord: a worker spends a second on its imports, and the
+    other processor runs other tests. What pools do is tested where they are asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ebbench.runs.pool.usable_processors", lambda: 1)
+        yield
+
+
+@pytest.fixture
+def fewer_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans simulate a quarter of their sessions, which is enough for loads far from those that one replica carries."""
+    monkeypatch.setattr("ebbench.sizing.candidates.SESSIONS", 500)
+
+
 @pytest.fixture(scope="session")
 def forking_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A PYTHONPATH under which vLLM servers fork their processes: see tests/vllm/forking.py."""

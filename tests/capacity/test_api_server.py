@@ -34,7 +34,7 @@ def capacity(folder: Path, *options: str) -> str:
 
 
 def plan(*options: str) -> str:
-    return printed("plan", *SMALL, "--tp", "1", "--policy", "v1", "--max-num-seqs", "256", *options)
+    return printed("plan", *SMALL, "--tp", "1", "--policy", "v1", "--max-num-seqs", "128", *options)
 
 
 def test_probes_that_keep_the_api_server_busy_have_it(tmp_path: Path) -> None:

@@ -29,12 +29,6 @@ def poisson(n: int, rate: float = 2.0) -> Any:
     return np.random.default_rng(5).exponential(1 / rate, n)
 
 
-@pytest.fixture
-def fewer_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of a plan's sessions, still several times those of the short log."""
-    monkeypatch.setattr("ebbench.sizing.candidates.SESSIONS", 500)
-
-
 def call(*arguments: str) -> str:
     done = CliRunner().invoke(app, list(arguments))
     assert done.exit_code == 0, done.output
