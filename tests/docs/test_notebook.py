@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALLER = {
     "import ebbench as eb": "import ebbench as eb\nfrom ebbench.sizing import candidates\ncandidates.SESSIONS = 200",
     "num_prompts=1000": "num_prompts=150",
+    "request_rate=40": "request_rate=4, max_num_seqs=64",
 }
 """The same calls with less to simulate: what they show is of the same kinds."""
 
