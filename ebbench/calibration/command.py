@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -53,11 +54,15 @@ class Calibrated:
 
 def measure_engine(
     engine: str, device: str | None, model: str, grid: ProbeGrid, *, check: int, vllm_options: Sequence[str],
-    messages: Console,
+    most_s: float | None, messages: Console,
 ) -> Calibrated:  # fmt: skip
-    """Measure an engine, real or in virtual time; ``check``: requests of the check. Raises UsageError, RunError."""
+    """Measure an engine, real or in virtual time; ``check``: requests of the check; ``most_s``: limit of a real one's
+    steps. Raises UsageError, RunError."""
     if engine == "vllm":
-        return _measure_vllm(device, model, grid, check, vllm_options, messages)
+        most_s = math.inf if most_s is None else most_s
+        return _measure_vllm(device, model, grid, check, vllm_options, most_s, messages)
+    if most_s is not None:
+        raise UsageError(f"--max-time is for vLLM; engine {engine} measures in virtual time")
     if vllm_options:
         raise UsageError(f"what follows -- is for vLLM, which engine {engine} does not start: {' '.join(vllm_options)}")
     return _measure_virtual(engine, device, model, grid, check, messages)
@@ -102,8 +107,9 @@ def _measure_virtual(
 
 
 def _measure_vllm(
-    device: str | None, model: str, grid: ProbeGrid, check: int, vllm_options: Sequence[str], messages: Console
-) -> Calibrated:
+    device: str | None, model: str, grid: ProbeGrid, check: int, vllm_options: Sequence[str], most_s: float,
+    messages: Console,
+) -> Calibrated:  # fmt: skip
     check_vllm_options(vllm_options)
     grid = replace(grid, drafts=_drafts_of(vllm_options))
     find_model(model)  # refused before minutes of measuring: the profile says what the model is
@@ -120,11 +126,14 @@ def _measure_vllm(
     grid = _fitting(grid, vllm.kv_tokens, messages)
     runs = SteppedRuns(vllm, check_plan(grid, check), every=grid.probes) if check else None
     with shown(messages, Work("calibrate", unit="probes")) as work:
-        probed = measure_steps(vllm, grid, runs.pause if runs else None, work.reached)
+        probed = measure_steps(vllm, grid, runs.pause if runs else None, work.reached, most_s)
+    if probed.rounds < grid.repeats:
+        messages.say(f"{probed.rounds} of {grid.repeats} rounds of steps: more do not fit into {most_s:.0f} s")
+    points = replace(grid, repeats=probed.rounds).points
     measured = fit(
         cost_grid(grid, probed.seconds),
         _source(model, target.name, "vllm with --enforce-eager" if vllm.eager else "vllm"),
-        grid.points if probed.undrafted is None else 2 * grid.points,
+        points if probed.undrafted is None else 2 * points,
         drafts=grid.drafts,
         undrafted=None if probed.undrafted is None else cost_grid(grid, probed.undrafted),
     )

@@ -10,6 +10,7 @@ the step after its last one. It is ``request_s`` in a profile.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sys
@@ -180,7 +181,7 @@ SETTLING = 2  # decode steps skipped before the first measured one
 
 @dataclass(frozen=True)
 class Probed:
-    """Time (s) of every point; ``request_s`` per request; time of the slowest round over that of the fastest.
+    """Time (s) of every point; ``request_s`` per request; time of the slowest of ``rounds`` over that of the fastest.
 
     ``undrafted``: the same of steps without drafts, where ``seconds`` are of steps with them and both were measured.
     """
@@ -188,6 +189,7 @@ class Probed:
     seconds: Mapping[Key, float]
     request_s: float
     drift: float
+    rounds: int
     undrafted: Mapping[Key, float] | None = None
 
 
@@ -205,11 +207,14 @@ def measure_steps(
     grid: ProbeGrid,
     pause: Callable[[], None] | None = None,
     reached: Callable[[str, int, int], None] = lambda *_counts: None,
+    most_s: float = math.inf,
 ) -> Probed:
-    """Measure ``grid.repeats`` rounds. ``pause`` is called after each probe, while the engine is empty.
+    """Measure ``grid.repeats`` rounds, or as many, at least one, as are expected to end within ``most_s`` seconds.
 
-    ``reached`` is called before each probe with what is under way, the probes so far and all probes.
+    ``pause`` is called after each probe, while the engine is empty. ``reached`` is called before each probe with what
+    is under way, the probes so far and all probes.
     """
+    begun_s = vllm.clock()
     order, by_drafts = random.Random(0), {drafts: _Times() for drafts in _drafts(vllm, grid)}
     probes: list[tuple[int | None, Callable[[], None]]] = []
     for drafts, times in by_drafts.items():
@@ -219,8 +224,11 @@ def measure_steps(
         probes += [(drafts, partial(_prefill, vllm, times, x)) for x in grid.tokens]
         decodes = [(n, c) for n in grid.seqs for c in grid.contexts]
         probes += [(drafts, partial(_with_decodes, vllm, times, grid, order, n, c)) for n, c in decodes]
-    most = grid.drafts or None
+    most, warm_s = grid.drafts or None, vllm.clock()
     for number in range(grid.repeats):
+        now_s = vllm.clock()
+        if number and now_s - begun_s + (now_s - warm_s) / number > most_s:
+            break
         order.shuffle(probes)
         for place, (drafts, probe) in enumerate(probes):
             reached("probes", number * len(probes) + place, grid.repeats * len(probes))
@@ -249,7 +257,7 @@ def summarise(steps: list[tuple[Key, int, float]], requests: list[float]) -> Pro
     typical = {key: without_stalls(times) for key, times in times_by_point.items()}
     by_round = by_key((number, seconds / typical[key]) for key, number, seconds in steps)
     speeds = [float(np.median(ratios)) for ratios in by_round.values()]
-    return Probed(typical, max(_middle(requests), 0.0), max(speeds) / min(speeds))
+    return Probed(typical, max(_middle(requests), 0.0), max(speeds) / min(speeds), len(by_round))
 
 
 def without_stalls(times: list[float]) -> float:

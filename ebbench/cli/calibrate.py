@@ -29,6 +29,9 @@ def calibrate(
     ] = None,
     sizes: GridCommand,
     repeats: Annotated[int, typer.Option(min=2, max=10_000, help="Rounds; each measures every point once.")] = 8,
+    max_time: Annotated[
+        float | None, typer.Option(help="vllm: most seconds of rounds after its start; at least one is measured.")
+    ] = None,
     steps: Annotated[
         Path | None, typer.Option(help="Fit step times that `borrowed.py steps` measured, in place of measuring.")
     ] = None,
@@ -61,7 +64,9 @@ def calibrate(
     else:
         messages = Console(stderr=True, highlight=False)
         options = tuple(vllm_options or ())
-        done = measure_engine(engine, device, model, grid, check=check, vllm_options=options, messages=messages)
+        done = measure_engine(
+            engine, device, model, grid, check=check, vllm_options=options, most_s=max_time, messages=messages
+        )
     profile = write_profile(done.measured, done.device, model, output_dir)
     if as_json:
         typer.echo(json.dumps(as_dict(done, profile)))

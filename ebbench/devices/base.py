@@ -66,6 +66,11 @@ class Parallel:
             return
         kept = mixer.kv_heads or 1
         fewer, more = sorted((self.tp, kept))
+        if mixer.inputs and self.tp > kept:
+            raise UsageError(
+                f"{name} has layers with {kept} KV heads, and vLLM divides the inputs of their convolutions among no "
+                f"more GPUs; use a tp of at most {kept}"
+            )
         if mixer.heads % self.tp or more % fewer:
             raise UsageError(
                 f"{name} has {mixer.heads} attention and {kept} KV heads, which {self.tp} GPUs cannot "

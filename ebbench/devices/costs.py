@@ -444,6 +444,11 @@ class TableCost:
         if drafts and not prefill:
             for layers, tables in self.attention:
                 total += layers * (tables.verify_s(seqs, kv_tokens) + tables.draft_state_s * drafts)
+        elif not prefill:  # as tables.step_s has it: most steps
+            context = kv_tokens / seqs if seqs else 0.0
+            for layers, tables in self.attention:
+                window = tables.window
+                total += layers * tables.decode.at2(seqs, float(window) if window and context > window else context)
         else:
             for layers, tables in self.attention:
                 time_s = tables.single_token_step_s if single else tables.step_s

@@ -29,6 +29,7 @@ from ebbench.devices.mixer_rules import (
     lightning,
     mamba1,
     mamba2,
+    relative,
     short_conv,
     softmax,
 )
@@ -160,6 +161,12 @@ def _listed_full(*keys: str, otherwise: str) -> Pattern:
     return pattern
 
 
+def _listed_windows(v: ConfigValues, layers: int) -> Kinds:
+    """Inkling: the numbers of the layers with a window."""
+    listed = v.listed("local_layer_ids")
+    return every(6)(v, layers) if listed is None else [WINDOW if layer in listed else FULL for layer in range(layers)]
+
+
 def _period(v: ConfigValues, layers: int) -> Kinds:
     """Jamba."""
     period, offset = v.number("attn_layer_period", default=8), v.number("attn_layer_offset", default=0)
@@ -204,6 +211,12 @@ def _lfm2(v: ConfigValues) -> int:
     factor, multiple = v.get("block_ffn_dim_multiplier"), v.number("block_multiple_of", default=256)
     factor = factor if isinstance(factor, int | float) and 0 < factor < 1000 else 1.0
     return -(-int(factor * int(2 * width / 3)) // multiple) * multiple
+
+
+def _inkling_words(v: ConfigValues) -> Mapping[str, Any]:
+    """In the words of vLLM's class ``intermediate_size`` is the experts' width, and dense MLPs have a key."""
+    width = {"moe_intermediate_size": v.number("intermediate_size")} if v.has("dense_intermediate_size") else {}
+    return {"first_k_dense_replace": v.number("dense_mlp_idx", default=0), **width}
 
 
 def _four_times(v: ConfigValues) -> int:
@@ -309,6 +322,14 @@ NEMOTRON_H = Family(modules=ModuleNames("mixer", "mixer", "mixer", "mixer.expert
 GRANITE_HYBRID = Family(layers=MAMBA_ATTENTION, experts=True,
                         pattern=_listed_full("attn_layer_indices", otherwise=LINEAR),
                         dense_width=("shared_intermediate_size",), understood=("intermediate_size",))  # fmt: skip
+INKLING = Family(
+    experts=True, qk_norm=True, pattern=_listed_windows, modules=ModuleNames(attention="attn"),
+    layers={FULL: (relative(),), WINDOW: (relative("window", "swa_"),)},
+    instead=_inkling_words,
+    understood=("local_layer_ids", "v_head_dim", "swa_v_head_dim", "shared_expert_sink", "shared_experts_size",
+                "number_of_conv_states", "use_sconv", "unpadded_vocab_size", "inference_moe_w13_interleaved"),
+    note="its relative positions and short convolutions have no times here: steps are too fast",
+)  # fmt: skip
 EXAONE4 = Family(pattern=lettered, qk_norm=True)
 GPT2 = Family(
     mlp_matrices=2, tied=True, width=_four_times,
@@ -455,6 +476,7 @@ FAMILIES: Mapping[str, Family] = {
     "olmo2": replace(DENSE, qk_norm=True),
     "olmo3": replace(DENSE, qk_norm=True, pattern=every(4)),
     "ministral": replace(DENSE, defaults={"head_dim": 128}),
+    **dict.fromkeys(("inkling_text", "inkling_model"), INKLING),
     "cwm": replace(DENSE, pattern=every(4, first=True)),
     "granite_swa": replace(DENSE, pattern=every(4, first=True), tied=True),
     "qwen": replace(DENSE, width=_half),
@@ -592,5 +614,11 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }  # fmt: skip
 """The families that are read."""
+REFUSED: Mapping[str, str] = dict.fromkeys(
+    ("qwen4_exp", "qwen4_exp_text"),
+    "its layers look up embeddings of n-grams, tables larger than the layers, in the host's memory (PLE), and its KV "
+    "pool packs linear layers' states, compressed keys and rings of raw keys (QSA) into blocks of one size",
+)
+"""Families that are known and not read: what has no times or no layout here."""
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Where a model of images or sound has its decoder."""

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +63,8 @@ class Mixer:
     of these where an FP8 cache has a format of its own; ``cached_bytes``: further bytes, in no type that a server
     chooses; ``state_bytes``: bytes per sequence; ``draft_bytes``: further bytes of a state per drafted token (inputs of
     its convolution), 0 where drafts are not verified with it. ``pages``: the layer's caches instead of all these, where
-    they have blocks of their own. ``reads``: elements that a query reads per token before
+    they have blocks of their own; ``inputs``: a cache beside keys and values, of the last inputs of convolutions.
+    ``reads``: elements that a query reads per token before
     it (of a layer that uses another layer's cache, too). ``others``: parameters outside ``products``, in 16 bits.
     ``sizes``: of a gated delta rule, numbers and widths of its heads by the names of the kernels' arguments.
     """
@@ -83,6 +85,7 @@ class Mixer:
     reads: int = 0
     every: int = 0
     pages: tuple[Page, ...] = ()
+    inputs: Page | None = None
     products: tuple[Product, ...] = ()
     others: int = 0
     sizes: tuple[tuple[str, int], ...] = ()
@@ -119,9 +122,10 @@ class Mixer:
             return replace(self, products=products)
         sizes = tuple((name, max(size // tp, 1) if name.startswith("n") else size) for name, size in self.sizes)
         state_bytes, draft_bytes = -(-self.state_bytes // tp), -(-self.draft_bytes // tp)
+        inputs = self.inputs and replace(self.inputs, size=self.inputs.size // tp)
         part = replace(
             self, products=products, heads=-(-self.heads // tp), state_bytes=state_bytes, draft_bytes=draft_bytes,
-            sizes=sizes,
+            inputs=inputs, sizes=sizes,
         )  # fmt: skip
         if not self.kv_heads:
             return part
@@ -270,6 +274,11 @@ class ModelGeometry:
     def own_pages(self) -> tuple[tuple[int, Page], ...]:
         """Caches with blocks of their own, with the numbers of layers that have them."""
         return tuple((mixer.layers, page) for mixer in self.mixers for page in mixer.pages)
+
+    @property
+    def inputs(self) -> tuple[tuple[int, Page], ...]:
+        """Caches of the last inputs of convolutions, with the numbers of layers that have them."""
+        return tuple((mixer.layers, mixer.inputs) for mixer in self.mixers if mixer.inputs)
 
     @property
     def dtype_of_experts(self) -> str:
@@ -443,7 +452,7 @@ class ModelGeometry:
         for mixer in self.mixers:
             length = min(tokens, mixer.window) if mixer.kind in ("window", "chunk") else tokens
             kept += mixer.layers * length * mixer.bytes_per_token(self.kv_dtype_bytes)
-        windows = ((layers, page) for layers, page in self.own_pages if page.window)
+        windows = ((layers, page) for layers, page in (*self.own_pages, *self.inputs) if page.window)
         return kept + sum(layers * min(tokens, page.window) * page.size / page.tokens for layers, page in windows)
 
 
@@ -491,24 +500,55 @@ class KvGroup:
         """Whether it keeps states where they stood at the end of blocks, as prefix caching needs them."""
         return self.per_sequence > self.drafts + 1
 
-    def first(self, tokens: int, in_flight: int) -> int:
+    def first(self, tokens: Ints | int, in_flight: int) -> Ints | int:
         """Blocks that vLLM wants free to admit a sequence of ``tokens``: a later state's block is not among them."""
         if self.by_block:
             return self.tables * (1 + self.drafts)
         most = self.most(tokens, in_flight)
-        return min(most, self.tables * -(-tokens // self.block_tokens)) if self.window else most
+        return np.minimum(most, self.tables * -(-tokens // self.block_tokens)) if self.window else most
 
-    def most(self, tokens: int, in_flight: int) -> int:
+    def most(self, tokens: Ints | int, in_flight: int) -> Ints | int:
         """Blocks that vLLM reckons with for a longest sequence of ``tokens``, with ``in_flight`` tokens scheduled at
         once: a window has one more, even where it is longer than the sequence."""
         if self.per_sequence:
             return self.tables * self.per_sequence
         blocks = -(-tokens // self.block_tokens)
         if self.window:
-            blocks = -(-min(self.window - 1 + in_flight, tokens) // self.block_tokens) + 1
+            blocks = -(-np.minimum(self.window - 1 + in_flight, tokens) // self.block_tokens) + 1
         if self.chunk:
-            blocks = min(blocks, -(-min(self.chunk + in_flight, tokens) // self.block_tokens))
+            blocks = np.minimum(blocks, -(-np.minimum(self.chunk + in_flight, tokens) // self.block_tokens))
         return self.tables * blocks
+
+
+class BlocksByLength:
+    """Blocks of the pool of a sequence by a number of tokens, for lookups: a division takes several times as long.
+
+    ``room``: those for so many tokens; ``left``: those given back since so many are computed for good; ``first``: those
+    that vLLM wants free to admit so many. ``decoding``: those for one token more, none of the others in flight, or one.
+    """
+
+    def __init__(self, layout: KvLayout) -> None:
+        self._layout, self.room = layout, np.zeros(0, np.int64)
+        self.reach(1023)
+
+    def reach(self, tokens: int) -> None:
+        """Make the lookups long enough for so many tokens, if they are not."""
+        if tokens < len(self.room) - 1:
+            return
+        lengths, layout = np.arange((1 << tokens.bit_length()) + 1), self._layout
+        self.room, self.left, self.first = (np.zeros_like(lengths) for _ in range(3))
+        for group in layout.groups:
+            self.first += group.first(lengths, layout.in_flight)
+            if group.per_sequence:
+                self.room += group.tables * (1 + group.drafts)  # the running states
+                continue
+            self.room += group.tables * -(-lengths // group.block_tokens)
+            if group.window:
+                self.left += group.tables * (np.maximum(lengths - (group.window - 1), 0) // group.block_tokens)
+            if group.chunk:
+                self.left += group.tables * (lengths // group.chunk * group.chunk // group.block_tokens)
+        later = self.room[1:]
+        self.decoding = later - self.left[:-1], later - np.concatenate([self.left[:1], self.left[:-2]])
 
 
 @dataclass(frozen=True)
@@ -521,7 +561,7 @@ class KvLayout:
     longest: int
     in_flight: int
 
-    @property
+    @cached_property
     def scheduler_block_tokens(self) -> int:
         """Tokens per block as vLLM's scheduler has it: of which the blocks of every group are a part."""
         return math.lcm(*(group.block_tokens for group in self.groups))
@@ -538,36 +578,34 @@ class KvLayout:
         kinds = {group.by_block for group in self.groups}
         return alike and len(kinds) == 2 and not any(group.window or group.chunk for group in self.groups)
 
-    def held(self, tokens: Ints, processed: Ints) -> Ints:
+    def held(self, tokens: Ints | int, processed: Ints | int) -> Ints:
         """Blocks of the pool of sequences with room for ``tokens``, of which ``processed`` are computed for good; of
         states without those that have moved on. Called in every step."""
-        held: Ints | int = self._states
-        for group in self._by_tokens:
-            size = group.block_tokens
-            blocks = (tokens + (size - 1)) // size
-            if group.window:
-                blocks -= np.maximum(processed - (group.window - 1), 0) // size
-            if group.chunk:
-                blocks -= processed // group.chunk * group.chunk // size
-            held = held + (blocks if group.tables == 1 else blocks * group.tables)
-        return held if isinstance(held, np.ndarray) else np.full_like(tokens, held)
+        by_length = self.by_length
+        try:
+            return by_length.room.take(tokens) - by_length.left.take(processed)
+        except IndexError:
+            by_length.reach(int(np.max(tokens)))
+            return self.held(tokens, processed)
 
     @cached_property
-    def _by_tokens(self) -> tuple[KvGroup, ...]:
-        return tuple(group for group in self.groups if not group.per_sequence)
+    def by_length(self) -> BlocksByLength:
+        """The blocks of sequences by their length."""
+        return BlocksByLength(self)
 
     @cached_property
-    def _states(self) -> int:
-        """Blocks of a sequence's running states."""
-        return sum(group.tables * (1 + group.drafts) for group in self.groups if group.per_sequence)
+    def most_per_token(self) -> int:
+        """Blocks of the pool that one token more may take."""
+        return sum(group.tables for group in self.groups if not group.per_sequence)
 
     def first(self, tokens: int) -> int:
         """Blocks of the pool that vLLM wants free to admit a sequence of ``tokens``."""
-        return sum(group.first(tokens, self.in_flight) for group in self.groups)
+        self.by_length.reach(tokens)
+        return int(self.by_length.first[tokens])
 
     def most(self, tokens: int) -> int:
         """Blocks of the pool that a sequence of ``tokens`` needs at most."""
-        return sum(group.most(tokens, self.in_flight) for group in self.groups)
+        return int(sum(group.most(tokens, self.in_flight) for group in self.groups))
 
     def tokens_of(self, blocks: int) -> int:
         """What vLLM logs as the size of its KV cache: as many of the longest sequences as fit, times their length."""
@@ -591,6 +629,16 @@ class KvLayout:
         return bisect_right(range(1, tokens + 1), blocks, key=self.most)
 
 
+class _Bucket(NamedTuple):
+    """Layers whose blocks hold as many ``tokens`` in as many ``bytes``, before all pages are made equal."""
+
+    layers: int
+    tokens: int
+    bytes: float
+    window: int
+    chunk: int = 0
+
+
 def kv_layout(
     model: ModelGeometry, in_flight: int, *, chunks: bool = True, state_blocks: int = STATE_BLOCKS, drafts: int = 0
 ) -> KvLayout | None:
@@ -607,18 +655,27 @@ def kv_layout(
     if not states and not any(_window(mixer) or (chunks and _chunk(mixer)) for mixer in kept):
         return None
     tokens = _tokens_beside_states(kept, states, element)
-    buckets = [(mixer, tokens * mixer.bytes_per_token(element)) for mixer in _merged(kept, chunks=chunks)]
-    page = max((bytes_ for _, bytes_ in buckets), default=0.0)
-    page = max(page, *(mixer.state_bytes for mixer in states)) if states else page
-    counts = [mixer.layers for mixer, _ in buckets] + [mixer.layers for mixer in states]
+    buckets = [
+        _Bucket(
+            mixer.layers,
+            tokens,
+            tokens * mixer.bytes_per_token(element),
+            _window(mixer),
+            _chunk(mixer) if chunks else 0,
+        )
+        for mixer in _merged(kept, chunks=chunks)
+    ]
+    buckets += [_Bucket(layers, inputs.tokens, inputs.size, inputs.window) for layers, inputs in model.inputs]
+    page = max([*(bucket.bytes for bucket in buckets), *(mixer.state_bytes for mixer in states)])
+    counts = [bucket.layers for bucket in buckets] + [mixer.layers for mixer in states]
     most = max(counts)
     size = most if most < FEW_MORE * min(counts) else min(counts)
     groups = [
         KvGroup(
-            -(-mixer.layers // size), tokens * (int(page // own) if page % own == 0 else 1), _window(mixer),
-            chunk=_chunk(mixer) if chunks else 0,
+            -(-own.layers // size), own.tokens * (int(page // own.bytes) if page % own.bytes == 0 else 1), own.window,
+            chunk=own.chunk,
         )
-        for mixer, own in buckets
+        for own in buckets
     ]  # fmt: skip
     per_sequence = state_blocks + drafts
     groups += [KvGroup(-(-mixer.layers // size), tokens, per_sequence=per_sequence, drafts=drafts) for mixer in states]

@@ -240,6 +240,30 @@ def softmax(
     return rule
 
 
+def relative(kind: str = "full", prefix: str = "") -> Rule:
+    """Inkling's attention, whose sizes have keys with ``prefix``: queries have ``d_rel`` further elements for relative
+    positions, and keys, values and what attention and MLP add pass short convolutions, whose inputs lie in a cache of
+    their own (vLLM 0.32's ``models/inkling``: widths padded to a power of 2, a convolution's length per block)."""
+
+    heads, kv_heads, key_dim = (f"{prefix}{key}" for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    plain = softmax(kind, heads=heads, kv_heads=kv_heads, key_dim=key_dim, value_dim="")
+
+    def rule(v: ConfigValues, layers: int) -> Mixer:
+        mixer = plain(v, layers) or Mixer(kind, layers)
+        hidden, further = v.number("hidden_size"), v.number("d_rel")
+        kernel = v.number("sconv_kernel_size", "conv_kernel_size", default=4)
+        width = 2 * (mixer.key_dim + v.shared("hidden_size", hidden, mixer.kv_heads))
+        first, *others = mixer.products
+        return replace(
+            mixer,
+            products=(replace(first, columns=first.columns + further * mixer.heads), *others),
+            others=further * (mixer.window or v.number("rel_extent")) + 2 * kernel * (mixer.cached // 2 + hidden),
+            inputs=Page(2 * kernel * mixer.kv_heads * (1 << (width - 1).bit_length()), kernel, kernel),
+        )
+
+    return rule
+
+
 def factored(v: ConfigValues, layers: int) -> Mixer:
     """Attention whose queries come from a part that all heads share (Step 3)."""
     mixer = softmax()(v, layers) or Mixer("full", layers)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ebbench.devices.checkpoint_types import CheckpointTypes, read_modules, read_types
-from ebbench.devices.families import DENSE_MLP, EXPERTS, FAMILIES, FULL, TEXT_PARTS, WINDOW, Family
+from ebbench.devices.families import DENSE_MLP, EXPERTS, FAMILIES, FULL, REFUSED, TEXT_PARTS, WINDOW, Family
 from ebbench.devices.geometry import Mixer, ModelGeometry
 from ebbench.devices.mixer_rules import MOST, NAMES, SHARES_CACHE, ConfigValues, head_dim_of, heads_of, shortened
 from ebbench.devices.routers import FLOAT32
@@ -238,6 +238,8 @@ def _family(path: Path, raw: Mapping[str, Any], assume_decoder: bool) -> tuple[F
         doubt = f"its model_type {kind!r} is not known: an ordinary decoder is assumed ({ASSUME}), so any figure may be"
         return ASSUMED, (f"{doubt} wrong",)
     named = f"model_type {kind!r} is not known here" if kind else "model_type is missing"
+    if reason := REFUSED.get(str(kind)):
+        named = f"model_type {kind!r} has no cost model here: {reason}"
     raise InputFileError(path, f"{named}; {ASSUME} reads it as an ordinary decoder, with a caveat in every result")
 
 

@@ -32,7 +32,11 @@ _SYMBOL_PX, _CHARACTER_PX = 32.0, 6.0
 
 def specs(policies: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     """Vega-Lite specifications by chart name; legends are sized for the names of ``policies``."""
-    longest = max(map(len, policies), default=0)
+    return dict(_specs(max(map(len, policies), default=0)))
+
+
+@cache
+def _specs(longest: int) -> dict[str, dict[str, Any]]:
     charts = {f"cdf_{name}": _cdf(name, title, longest) for name, title in LATENCIES.items()}
     charts |= {"timeline": _timeline(), "steps": _steps(), "surface": _surface()}
     charts |= {"classes": _classes(), "sessions": _sessions()}

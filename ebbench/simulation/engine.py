@@ -102,6 +102,8 @@ class PolicyGate(OpenGate, SchedulerListener):
         step.mode, step.k, step.n_limit = decision.mode, decision.k, decision.n_limit
         scheduler = self._scheduler
         candidates = scheduler.running
+        if decision.phase != "decode":
+            self._order_queue(step.scheduled_ns, admits=True)
         if decision.phase == "prefill":
             candidates = candidates[scheduler.state.partial[candidates]] if prefilling else NO_ROWS
         elif decision.phase == "decode" and prefilling:
@@ -115,8 +117,8 @@ class PolicyGate(OpenGate, SchedulerListener):
         )
 
     def may_coast(self) -> bool:
-        """See OpenGate: True unless the policy orders the queue in every step."""
-        return not self._controller.orders_queue
+        """See OpenGate: always, since the policy is asked before each step."""
+        return True
 
     def admits_decode(self, step: Step, taken: int) -> bool:
         """See OpenGate. Another decision is kept for :meth:`fill`, which is called next, at the same time."""
@@ -161,16 +163,21 @@ class PolicyGate(OpenGate, SchedulerListener):
             free_blocks=scheduler.kv.free,
             preempted=self._preempted,
             last_tokens_out=not coasting and not scheduler.generates,
-            oldest_wait_s=self._order_queue(step.scheduled_ns) if controller.orders_queue else 0.0,
+            oldest_wait_s=self._order_queue(step.scheduled_ns),
             pass_number=step.pass_number,
             prompt_tokens=prompt_tokens(scheduler, wanted) if (wanted := controller.prompt_tokens_wanted) else 0,
         )
 
-    def _order_queue(self, now_ns: int) -> float:
-        """Let the policy order the queue if due; returns the waiting time (s) of the oldest punctual request."""
-        scheduler, queue = self._scheduler, self._controller.queue
-        now_s = now_ns / NS_PER_S
-        if queue.due(now_s):
+    def _order_queue(self, now_ns: int, *, admits: bool = False) -> float:
+        """Let the policy order the queue if due; returns the waiting time (s) of the oldest punctual request.
+
+        ``admits``: the next step may admit requests.
+        """
+        scheduler = self._scheduler
+        if not (self._controller.orders_queue and scheduler.waiting):
+            return 0.0
+        queue, now_s = self._controller.queue, now_ns / NS_PER_S
+        if queue.due(now_s, admits=admits):
             rows = np.fromiter(scheduler.waiting, np.int64, len(scheduler.waiting))
             fresh = scheduler.state.scheduled_ns[rows] == UNSET
             started, rows = rows[~fresh], rows[fresh]
@@ -221,9 +228,11 @@ class Coasting:
             self._ending = most == 1 and before > 0
             return False
         seqs, ones, asks = len(rows), scheduler.ones[: len(rows)], gate.asks_each_step
-        kv_tokens, made, wake_ns = int(np.add.reduce(computed)), 0, now_ns
-        for at_once, in_all in scheduler.decode_blocks(rows, computed):
-            if made == most or wake_ns >= until_ns or at_once > kv.free:
+        kv_tokens, made, wake_ns, held_blocks = int(np.add.reduce(computed)), 0, now_ns, None
+        blocks = scheduler.decode_blocks(rows, computed)
+        while made < most and wake_ns < until_ns:
+            at_once, in_all, held = next(blocks)
+            if at_once > kv.free:
                 break
             step = Step(wake_ns, rows=rows, tokens=ones, sampled=rows, decode_seqs=seqs)
             if asks and not gate.admits_decode(step, in_all):
@@ -234,10 +243,10 @@ class Coasting:
             scheduler.steps += 1
             self._run_step(step, StepShape((), seqs, kv_tokens, seqs))
             in_flight.append(step)
-            wake_ns = in_flight[made - 1].end_ns
+            wake_ns, held_blocks = in_flight[made - 1].end_ns, held
         if made:
             self._ending = made == most and before > 0
-            scheduler.commit_decodes(rows, computed + made, before)
+            scheduler.commit_decodes(rows, computed + made, held_blocks)
             for _ in range(min(before, made - 1)):
                 scheduler.deliver()
             scheduler.deliver_decodes(rows, max(made - 1 - before, 0))

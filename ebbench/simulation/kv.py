@@ -94,6 +94,8 @@ class LaidOutKv(CountingKv):
         super().__init__(state, total, caching=False)
         self.layout, self._block_size = layout, block_size
         self._keeps = caching and not any(group.chunk or group.per_sequence for group in layout.groups)
+        keeps_all = [group.tables for group in layout.groups if not (group.window or group.per_sequence)]
+        self._full_tables = sum(keeps_all) or 1
         self._kept: dict[int, _Kept] = {}
         self._taken = 0  # blocks from the head of the free queue so far
 
@@ -112,10 +114,6 @@ class LaidOutKv(CountingKv):
             min(last, known_tokens - 1) // self.layout.scheduler_block_tokens * self.layout.scheduler_block_tokens
         )
         return list(range(max(cached_tokens, 0) // self._block_size))
-
-    @property
-    def _full_tables(self) -> int:
-        return sum(group.tables for group in self.layout.groups if not (group.window or group.per_sequence)) or 1
 
     def adopt(self, row: int, hits: Sequence[int]) -> None:
         """Forget what was kept: the request holds it again, and did not take it from the head of the queue."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import cycle
+from itertools import cycle, pairwise, repeat
 
 import numpy as np
 
@@ -131,8 +131,7 @@ def _allocate(scheduler: Scheduler, row: int, hits: Sequence[int], cached: int, 
         need = -(-slots // scheduler.limits.block_size) - len(hits)
         held = len(hits) + need
     else:
-        room, computed = np.array([slots], np.int64), np.array([cached], np.int64)
-        held = need = int(scheduler.layout.held(room, computed)[0])
+        held = need = int(scheduler.layout.held(slots, cached))
     counted = scheduler.counted
     if hits or counted is None:
         scheduler.kv.adopt(row, hits)
@@ -206,6 +205,8 @@ class Scheduler:
         self.layout = (
             kv.layout if isinstance(kv, LaidOutKv | StatesKv) else None
         )  # where blocks are not by tokens alone
+        if self.layout is not None:
+            self.layout.by_length.reach(int(np.max(state.last, initial=0)) + 1)
         self.state_block_tokens = 0 if self.layout is None else self.layout.state_block_tokens
         self.recomputes_block = False  # the last one of a cached prefix, for a drafter
         self.on_verified: Callable[[list[int], list[int]], None] | None = None  # see DraftingScheduler
@@ -215,6 +216,8 @@ class Scheduler:
         self.waiting: deque[int] = deque()
         self.running: Ints = NO_ROWS
         self.in_flight: deque[Step] = deque()
+        self.all_decodes: Step | None = None  # the last step, if it decoded every running request with tokens left
+        self._flying: Ints = np.zeros(state.count, np.int64)  # a scratch array
         self.prefilling = 0  # running requests with prompt tokens left; 0 in most steps
         self.steps = 0  # scheduled so far
         self.ones: Ints = np.ones(limits.running_limit, np.int64)
@@ -383,6 +386,9 @@ class Scheduler:
                 rows = np.concatenate([rows, np.array(new_rows, np.int64)])
                 tokens = np.concatenate([tokens, np.array(new_tokens, np.int64)])
         step.rows, step.tokens = rows, tokens
+        # When the next step is scheduled, those left out have had their last token; all others have one in flight.
+        all_decodes = step.computed is not None and len(candidates) == len(self.running)
+        self.all_decodes = step if all_decodes else None
 
     def _schedule_running(self, step: Step, candidates: Ints, threshold: int, budget: int) -> tuple[Ints, Ints, int]:
         if not len(candidates):
@@ -457,11 +463,11 @@ class Scheduler:
         if np.count_nonzero(due) < len(rows):
             rows, computed = rows[due], computed[due]
         if self.layout is not None:
-            processed = self._processed(rows, computed, self.in_flight)
-            need = self.layout.held(computed + 1, processed) - state.held_blocks.take(rows)
-            if len(rows) > budget or not self._suffices(need):
+            need = self._held_by_decodes(self.layout, rows, computed) - state.held_blocks.take(rows)
+            fits = len(rows) * self.layout.most_per_token <= self.kv.free or self._suffices(need)
+            if len(rows) > budget or not fits:
                 return None
-            self._grow(rows, need)
+            self._take(rows, need)
             return rows, computed
         growing = rows[state.held_blocks.take(rows) * block_size == computed]  # all blocks held are full
         if len(rows) > budget or len(growing) > self.kv.free:
@@ -515,49 +521,59 @@ class Scheduler:
             return bool(np.add.reduce(need) <= self.kv.free)
         return not len(need) or bool(np.maximum.reduce(np.cumsum(need)) <= self.kv.free)
 
-    def decode_blocks(self, rows: Ints, computed: Ints) -> Iterator[tuple[int, int]]:
-        """KV blocks of the steps to come that all decode ``rows``: how many must be free, and how many are taken."""
+    def decode_blocks(self, rows: Ints, computed: Ints) -> Iterator[tuple[int, int, Ints | None]]:
+        """KV blocks of the steps to come that all decode ``rows``: how many must be free, how many are taken, and how
+        many each row then holds where they are not by tokens alone."""
         size = self.limits.block_size
         if self.layout is None:
             growing = np.bincount(-computed % size, minlength=size).tolist()
-            return cycle(zip(growing, growing, strict=True))
+            return cycle(zip(growing, growing, repeat(None)))
         return self._laid_out_blocks(self.layout, rows, computed)
 
-    def _laid_out_blocks(self, layout: KvLayout, rows: Ints, computed: Ints) -> Iterator[tuple[int, int]]:
+    def _laid_out_blocks(self, layout: KvLayout, rows: Ints, computed: Ints) -> Iterator[tuple[int, int, Ints | None]]:
         """As :meth:`decode_blocks`; of ever more steps at once, since most callers take few."""
-        flying, held = len(self.in_flight), self.state.held_blocks.take(rows)
-        processed, made, most = self._processed(rows, computed, self.in_flight), 0, 4
+        steady, first = layout.by_length.decoding[len(self.in_flight)], self._held_by_decodes(layout, rows, computed)
+        held, growth = self.state.held_blocks.take(rows), len(rows) * layout.most_per_token
+        made, most = 0, max(4, min(1024 // len(rows), 64))
         while True:
-            before = np.arange(made, made + most)[:, None] + computed
-            done = before - flying
+            # No step is made after the last token of a row, wherever these lookups end.
+            blocks = steady.take(np.arange(made, made + most)[:, None] + computed, mode="clip")
             if not made:
-                done[0] = processed
-            blocks = layout.held((before + 1).ravel(), done.ravel()).reshape(before.shape)
-            need = np.diff(blocks, axis=0, prepend=held[None])
-            at_once = np.maximum.reduce(np.cumsum(need, axis=1), axis=1)
-            yield from zip(at_once.tolist(), np.add.reduce(need, axis=1).tolist(), strict=True)
+                blocks[0] = first
+            at_once = [0] * most
+            if most * growth > self.kv.free:  # in turn, since one row may give back more than it takes
+                need = np.diff(blocks, axis=0, prepend=held[None])
+                at_once = np.maximum.reduce(np.cumsum(need, axis=1), axis=1).tolist()
+            in_all = [int(np.add.reduce(held)), *np.add.reduce(blocks, axis=1).tolist()]
+            yield from zip(at_once, (after - before for before, after in pairwise(in_all)), blocks, strict=True)
             held, made, most = blocks[-1], made + most, min(2 * most, 64)
 
-    def commit_decodes(self, rows: Ints, computed: Ints, before: int) -> None:
-        """Count the tokens of steps that all decoded ``rows`` as scheduled; ``before``: as many others were in flight
-        when each of them was."""
+    def commit_decodes(self, rows: Ints, computed: Ints, held: Ints | None) -> None:
+        """Count the tokens of steps that all decoded ``rows`` as scheduled; ``held``: see :meth:`decode_blocks`."""
         state = self.state
         state.computed[rows] = computed
         state.target[rows] = computed + 1
-        if self.layout is None:
-            state.held_blocks[rows] = -(-computed // self.limits.block_size)
-        else:
-            flying = [self.in_flight[place - 1] for place in range(-before, 0)]
-            state.held_blocks[rows] = self.layout.held(computed, self._processed(rows, computed - 1, flying))
+        state.held_blocks[rows] = -(-computed // self.limits.block_size) if held is None else held
+        self.all_decodes = self.in_flight[-1]
+
+    def _held_by_decodes(self, layout: KvLayout, rows: Ints, computed: Ints) -> Ints:
+        """Blocks that ``rows``, all in decode, hold with one token more."""
+        flying = len(self.in_flight)
+        if flying and self.in_flight[0] is not self.all_decodes:
+            return layout.held(computed + 1, self._processed(rows, computed, self.in_flight))
+        return layout.by_length.decoding[flying].take(computed)
 
     def _processed(self, rows: Ints, computed: Ints, in_flight: Collection[Step]) -> Ints:
         """Tokens of ``rows`` that are computed for good: without those of steps in flight."""
         if not in_flight:
             return computed
-        flying = np.zeros(self.state.count, np.int64)
+        flying = self._flying
         for step in in_flight:
             flying[step.rows] += step.tokens
-        return computed - flying.take(rows)
+        processed = computed - flying.take(rows)
+        for step in in_flight:
+            flying[step.rows] = 0
+        return processed
 
     def _grow(self, rows: Ints, need: Ints) -> None:
         """Give each row the blocks it needs; the caller has checked that they are free."""
@@ -575,22 +591,23 @@ class Scheduler:
     def _grow_preempting(self, step: Step, candidates: Ints, need: Ints) -> int:
         """Allocate blocks in order and, if they run out, preempt from the end; returns how many candidates remain.
 
-        The order is vLLM's: an earlier request takes its blocks before a later one's blocks are freed.
+        The order is vLLM's: an earlier request takes its blocks before a later one's blocks are freed. Some may give
+        back blocks that have left a window.
         """
-        if self.layout is not None:
-            return self._grow_in_turn(step, candidates, need)
-        done, kept, taken = 0, len(candidates), 0
-        upto = np.cumsum(need)
+        done, kept, taken, gross = 0, len(candidates), 0, 0
+        upto, gross_upto = np.cumsum(need), np.cumsum(np.maximum(need, 0))
+        most = np.maximum.accumulate(upto)
         while True:
-            fit = min(int(upto.searchsorted(taken + self.kv.free, side="right")), kept)
+            fit = min(int(most.searchsorted(taken + self.kv.free, side="right")), kept)
             if fit > done:
-                blocks = int(upto[fit - 1])
-                if self.counted is not None:
-                    self.counted.take(blocks - taken)
-                else:
+                if self.counted is None:
                     growing = done + need[done:fit].nonzero()[0]
                     self.kv.allocate(candidates[growing].tolist(), need[growing].tolist())
-                done, taken = fit, blocks
+                else:
+                    grown = int(gross_upto[fit - 1]) - gross
+                    self.counted.take(grown)
+                    self.counted.take(int(upto[fit - 1]) - taken - grown)
+                done, taken, gross = fit, int(upto[fit - 1]), int(gross_upto[fit - 1])
             if done >= kept:
                 break
             kept -= 1
@@ -598,19 +615,6 @@ class Scheduler:
             if kept == done:
                 break
         self.state.held_blocks[candidates[:kept]] += need[:kept]
-        self._leave_preempted(step)
-        return kept
-
-    def _grow_in_turn(self, step: Step, candidates: Ints, need: Ints) -> int:
-        """:meth:`_grow_preempting` where a request may give back blocks that have left its window."""
-        done, kept = 0, len(candidates)
-        while done < kept:
-            if need[done] <= self.kv.free:
-                self._take(candidates[done : done + 1], need[done : done + 1])
-                done += 1
-                continue
-            kept -= 1
-            self._preempt(step, int(candidates[kept]))
         self._leave_preempted(step)
         return kept
 

@@ -61,9 +61,10 @@ def steps_folder(folder: Path, number: int) -> Path:
     return folder / "steps" / f"round-{number + 1}"
 
 
-def measure_step_times(question: ValidationQuestion, folder: Path) -> StepTimes:
+def measure_step_times(question: ValidationQuestion, folder: Path, most_s: float) -> StepTimes:
     """Measure step times on this machine and store them under ``folder``, unless an earlier call stored them there.
 
+    ``most_s``: seconds, after the engine's start, from which no further round of steps begins.
     Raises UsageError for options that calibrate refuses, RunError if vLLM cannot be measured.
     """
     if (folder / RESULT).exists():
@@ -73,7 +74,9 @@ def measure_step_times(question: ValidationQuestion, folder: Path) -> StepTimes:
     began = time.monotonic()
     with log.open("wb") as errors, out.open("wb") as output, starting_on(server_processors(question)):
         environ = child_environ(server_environment() if question.real else os.environ)
-        status, _ = run_supervised(command(question, folder), GRACE_S, stdout=output, stderr=errors, env=environ)
+        status, _ = run_supervised(
+            command(question, folder, most_s), GRACE_S, stdout=output, stderr=errors, env=environ
+        )
     if status:
         raise _failed(status, log)
     measured = json.loads(out.read_bytes()) | {"seconds": time.monotonic() - began}
@@ -81,7 +84,7 @@ def measure_step_times(question: ValidationQuestion, folder: Path) -> StepTimes:
     return stored_step_times(folder)
 
 
-def command(question: ValidationQuestion, folder: Path) -> list[str]:
+def command(question: ValidationQuestion, folder: Path, most_s: float) -> list[str]:
     """The arguments of the `ebbench calibrate` process."""
     grid = question.grid
     sizes = {"--tokens": grid.tokens, "--seqs": grid.seqs, "--contexts": grid.contexts}
@@ -91,6 +94,7 @@ def command(question: ValidationQuestion, folder: Path) -> list[str]:
     words = [sys.executable, "-m", "ebbench", "calibrate", "--engine", spec.engine, "--model", question.model]
     words += [*device, *given, "--repeats", str(question.repeats), "--check", "0"]
     words += ["--output-dir", str(folder / "profile"), "--json"]
+    words += ["--max-time", f"{most_s:.0f}"] if question.real else []
     return words + (["--", *spec.vllm_options] if spec.vllm_options else [])
 
 
@@ -152,7 +156,7 @@ def validate(
     stored results stay.
     """
     reached("step times of round 1", 0, 0)
-    first = _step_times(question, folder, 0, say)
+    first = _step_times(question, folder, 0, budget.left_s / question.rounds, say)
     schedule = find_schedule(question, first, folder, budget)
     server_s = server_start_s(question, first) + schedule.server_s
     rounds = _Rounds(question, folder, schedule, budget, say, reached, server_s)
@@ -181,10 +185,14 @@ def announcement(question: ValidationQuestion, schedule: MeasuringSchedule, step
     return f"{words}; vLLM measures them, about {left_s / 60:.0f} min more ({how})"
 
 
-def _step_times(question: ValidationQuestion, folder: Path, number: int, say: Say) -> StepTimes:
+STEPS_SHARE = 1 / 3
+"""Of a round's time, what its steps may take: runs come before more exact step times."""
+
+
+def _step_times(question: ValidationQuestion, folder: Path, number: int, round_s: float, say: Say) -> StepTimes:
     place = steps_folder(folder, number)
     kept = (place / RESULT).exists()
-    steps = measure_step_times(question, place)
+    steps = measure_step_times(question, place, STEPS_SHARE * round_s)
     if not kept:
         say(f"round {number + 1}, step times: {steps.steps} steps in {steps.seconds:.0f} s")
     return steps
@@ -242,7 +250,8 @@ class _Rounds:
                     if not kept and self._too_late(self.steps[0].seconds + self.server_s):
                         return self._stopped
                     self._now(f"step times of round {number + 1}")
-                    self.predict(_step_times(self.question, self.folder, number, self.say))
+                    round_s = self.budget.left_s / (self.schedule.rounds - number)
+                    self.predict(_step_times(self.question, self.folder, number, round_s, self.say))
                 for policy in alternating(self.question.policies, number):
                     if not self._measure_policy(policy, number):
                         return self._stopped
@@ -270,7 +279,10 @@ class _Rounds:
 
     @property
     def _stopped(self) -> str:
-        return f"--max-time {self.budget.seconds:g} was reached"
+        reached = f"--max-time {self.budget.seconds:g} was reached"
+        if self.stored_runs() or self.server_s < self.budget.seconds:
+            return reached
+        return f"{reached}; a server's start and runs take {self.server_s:.0f} s; smaller --loads take less"
 
     def _measure_policy(self, policy: str, number: int) -> bool:
         """Measure what is missing of a policy's runs in a round; False if too little time is left."""

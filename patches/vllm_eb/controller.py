@@ -52,8 +52,7 @@ class Phases:
         self.token_budget: int | None = None  # of the step being decided on
         self._quota = self._admitted = 0
         self._blocked = False
-        self._last_view: View | None = None
-        self._last_idle = 0  # idle slots of the last view, when they were last counted
+        self._last_limit = engine.max_num_seqs  # batch limit when idle slots were last counted
 
     def on_admission(self) -> None:
         """Record an admission, first or repeated."""
@@ -122,7 +121,7 @@ class Phases:
         slots = min(strategy.seqs_allowed, self._max_num_seqs - view.idle_sessions) - active
         if slots > 0 and (fit := strategy.prompts_that_fit(view)) != math.inf:
             slots = min(slots, math.ceil(fit))
-        self._last_view, self._last_idle = view, slots
+        self._last_limit = active + max(slots, 0)
         return slots
 
     def batch_limit(self, view: View, idle: int | None = None) -> int:
@@ -136,16 +135,18 @@ class Phases:
 
     def decision(self, view: View) -> Decision:
         """The decision for the next step."""
-        # A decode step admits nothing: its limit is only reported, and was counted when the step was chosen.
-        counted = self._last_idle if self.phase == "decode" and self._last_view is view else None
-        limit, batch_limit = self._max_num_seqs, self.batch_limit(view, counted)
-        if self.phase == "prefill" or (self.phase == "mixed" and self._strategy.bounds_mixed):
+        limit, strategy = self._max_num_seqs, self._strategy
+        if self.phase == "decode" and strategy.bounds_mixed:
+            # It admits nothing: its batch limit is only reported, and not counted again.
+            return Decision(self.phase, self.mode, limit, strategy.slots, self._last_limit, self.token_budget)
+        batch_limit = self.batch_limit(view)
+        if self.phase == "prefill" or (self.phase == "mixed" and strategy.bounds_mixed):
             active = view.decoding + view.prefilling
             limit = batch_limit
             if self.phase == "prefill":
                 limit = min(limit, active + self._quota - self._admitted)
             limit = max(limit, active)
-        return Decision(self.phase, self.mode, limit, self._strategy.slots, batch_limit, self.token_budget)
+        return Decision(self.phase, self.mode, limit, strategy.slots, batch_limit, self.token_budget)
 
     def gate(self) -> float:
         """The share of KV memory that must be free for a refill."""
@@ -339,11 +340,12 @@ class Controller:
 class WaitingOrder:
     """vLLM's queue: keeps arrival times, and orders requests that were never started by the controller's rule.
 
-    Preempted requests stay in front. All times in seconds of the scheduler's clock. Overdue requests stand together in
-    the queue and keep their order, so an ordering reads only the others: under overload thousands are overdue and some
-    dozens are not. Most steps admit nothing, so an ordering changes only lists of these others, and :meth:`arrange` the
-    queue itself. The queue mostly loses requests at its front and gets new ones at its end: then the lists are cut and
-    extended. After any other change the next ordering reads the queue anew.
+    Preempted requests stay in front. All times in seconds of the scheduler's clock. Overdue requests stand together
+    in the queue and keep their order, so an ordering reads only the others: under overload thousands are overdue
+    and some dozens are not. Most steps admit nothing: they need an order only if the oldest request may have waited
+    for too long, and such an ordering changes only lists of these others; :meth:`arrange` changes the queue itself.
+    The queue mostly loses requests at its front and gets new ones at its end: then the lists are cut and extended.
+    After any other change the next ordering reads the queue anew.
     """
 
     def __init__(self, controller: Controller) -> None:
@@ -393,24 +395,30 @@ class WaitingOrder:
 
     def forget(self, waiting: deque[Any]) -> None:
         """Let the next ordering read all requests: one of them has changed."""
-        self.arrange(waiting)
+        self._rearrange(waiting)
         self._known, self._last_overdue, self._turn = False, None, None
 
     def order(self, waiting: deque[Any], now_s: float) -> float:
-        """Find a new order if due; returns the waiting time (s) of the oldest request that can meet its target."""
-        queue = self._queue
-        if queue.due(now_s):
-            if not waiting:
-                self._empty()
-                queue.emptied(now_s)
-            elif not self._is_known(waiting):
-                self._order_anew(waiting, now_s)
-            else:
-                self._reorder(now_s)
-        return queue.oldest_wait_s(now_s)
+        """Order a queue that is not empty if that matters before the step is chosen; returns the waiting time (s) of
+        the oldest request that can meet its target."""
+        if self._queue.due(now_s):
+            self._order(waiting, now_s)
+        return self._queue.oldest_wait_s(now_s)
 
-    def arrange(self, waiting: deque[Any]) -> None:
-        """Put the queue into the order last found. Call it before a step that may admit requests."""
+    def arrange(self, waiting: deque[Any], now_s: float) -> None:
+        """Put the queue into its order, a new one if due. Call it before a step that may admit requests."""
+        if waiting and self._queue.due(now_s, admits=True):
+            self._order(waiting, now_s)
+        self._rearrange(waiting)
+
+    def _order(self, waiting: deque[Any], now_s: float) -> None:
+        if self._is_known(waiting):
+            self._reorder(now_s)
+        else:
+            self._order_anew(waiting, now_s)
+
+    def _rearrange(self, waiting: deque[Any]) -> None:
+        """Put the queue into the order last found."""
         if self._first is None:
             return
         queued, started = self._take_out(waiting), []
@@ -437,11 +445,6 @@ class WaitingOrder:
         waiting.extend(rest)
         waiting.extendleft(reversed([*started, *first] if self._turn is None else [*started, self._turn, *first]))
         self._first, self._late = None, []
-
-    def _empty(self) -> None:
-        self._others, self._seen_s, self._prompt_tokens, self._admitted, self._known = [], [], [], 0, True
-        self._overdue, self._last_overdue, self._turn = 0, None, None
-        self._first, self._late, self._oldest, self._oldest_first = None, [], None, False
 
     def _append(self, request: Any) -> None:
         self._others.append(request)
@@ -476,7 +479,7 @@ class WaitingOrder:
 
     def _order_anew(self, waiting: deque[Any], now_s: float) -> None:
         """Read the queue, order and arrange it."""
-        self.arrange(waiting)
+        self._rearrange(waiting)
         queued, self._first = self._take_out(waiting), 0
         started = [queued_request for queued_request in queued if not self._is_fresh(queued_request)]
         self._others, self._seen_s, self._prompt_tokens = [], [], []

@@ -17,6 +17,7 @@ last such turn: late requests get at least that share of the work.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import heapify, heappush, heappushpop
@@ -60,16 +61,18 @@ class Waited(NamedTuple):
 class QueueOrder(Protocol):
     """When waiting requests that were never started are put into a new order."""
 
-    def due(self, now_s: float) -> bool:
-        """Whether enough time has passed to order again."""
+    def due(self, now_s: float, *, admits: bool = False) -> bool:
+        """Whether to order a queue that is not empty: enough time has passed, and it matters now.
+
+        It matters before a step that may admit requests (``admits``), or if the oldest may have waited for too long.
+        """
         ...
 
     def oldest_wait_s(self, now_s: float) -> float:
-        """How long the oldest of the requests that can still meet their target has waited; 0 without targets."""
-        ...
+        """How long the oldest of the requests that can still meet their target has waited; 0 without targets.
 
-    def emptied(self, now_s: float) -> None:
-        """Record that an ordering was due on an empty queue; cheaper than ordering no requests."""
+        If that is not long, it may be less than the true time.
+        """
         ...
 
 
@@ -79,17 +82,13 @@ class ShortestFirst:
     def __init__(self) -> None:
         self._ordered_s = float("-inf")
 
-    def due(self, now_s: float) -> bool:
+    def due(self, now_s: float, *, admits: bool = False) -> bool:
         """See QueueOrder."""
-        return now_s - self._ordered_s >= SHORTEST_EVERY_S
+        return admits and now_s - self._ordered_s >= SHORTEST_EVERY_S
 
     def oldest_wait_s(self, now_s: float) -> float:
         """See QueueOrder: there are no targets."""
         return 0.0
-
-    def emptied(self, now_s: float) -> None:
-        """See QueueOrder."""
-        self._ordered_s = now_s
 
     def order(self, now_s: float, prompt_tokens: Sequence[int]) -> Places:
         """The places in their new order."""
@@ -109,30 +108,43 @@ class Work(NamedTuple):
 
 
 class PunctualQueue:
-    """Orders requests that were never started. It knows only their positions in the queue."""
+    """Orders requests that were never started. It knows only their positions in the queue.
 
-    def __init__(self, ttft_s: float) -> None:
-        self._ttft_s = ttft_s
+    ``urgent_s``: from this waiting time on it matters how long the oldest request has waited.
+    """
+
+    def __init__(self, ttft_s: float, urgent_s: float = 0.0) -> None:
+        self._ttft_s, self._urgent_s = ttft_s, urgent_s
         self._ordered_s = float("-inf")
-        self._first_s: float | None = None
+        # Of the last ordering: arrivals of the punctual requests, oldest first, how many requests were admitted since,
+        # and the arrival of the oldest dropped one, which may return.
+        self._punctual_s: list[float] = []
+        self._admitted = 0
+        self._dropped_s = math.inf
         self._admitted_tokens = 0
         self._turn = False
 
     def admitted(self, prompt_tokens: int) -> None:
         """Record the first admission of a request."""
+        self._admitted += 1
         self._admitted_tokens += prompt_tokens
 
-    def due(self, now_s: float) -> bool:
-        """Whether enough time has passed to order again."""
-        return now_s - self._ordered_s >= ORDER_EVERY * self._ttft_s
+    def due(self, now_s: float, *, admits: bool = False) -> bool:
+        """See QueueOrder."""
+        if now_s - self._ordered_s < ORDER_EVERY * self._ttft_s:
+            return False
+        if admits:
+            return True
+        # Requests that came after the last ordering have waited for less time than has passed since.
+        oldest_s = self._punctual_s[self._admitted] if self._admitted < len(self._punctual_s) else self._ordered_s
+        return now_s - min(oldest_s, self._dropped_s) >= self._urgent_s
 
     def oldest_wait_s(self, now_s: float) -> float:
-        """Waiting time (s) of the oldest punctual request at the last ordering; 0 without one."""
-        return 0.0 if self._first_s is None else now_s - self._first_s
+        """Waiting time (s) of the oldest punctual request of the last ordering that still waits; 0 without one.
 
-    def emptied(self, now_s: float) -> None:
-        """See QueueOrder."""
-        self._ordered_s, self._first_s = now_s, None
+        Requests are taken to be admitted in their order.
+        """
+        return now_s - self._punctual_s[self._admitted] if self._admitted < len(self._punctual_s) else 0.0
 
     def _stands(self, left_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int], work: Work) -> bool:
         """Cheap check that requests are in arrival order and need no other; False if unknown.
@@ -157,10 +169,11 @@ class PunctualQueue:
         is a range if all requests stay where they are, which is found out cheaply.
         """
         self._ordered_s, (token_s, answer_s, lead_s) = now_s, work
+        self._admitted, self._dropped_s = 0, math.inf
         # From the arrival of a request until the computation of its prompt must end.
         latest_s = self._ttft_s - min(lead_s, MAX_LEAD * self._ttft_s)
         if seen_s and self._stands(latest_s - (now_s - seen_s[0]), seen_s, prompt_tokens, work):
-            self._first_s = seen_s[0]
+            self._punctual_s = list(seen_s)
             return Places(range(len(seen_s)), oldest_first=self._turn_of(oldest, now_s))
         by_age = sorted(range(len(seen_s)), key=seen_s.__getitem__)
         overdue = 0
@@ -178,7 +191,8 @@ class PunctualQueue:
         if dropped:
             in_time, first = first, [place for number, place in enumerate(first) if number not in dropped]
             first += [in_time[number] for number in sorted(dropped)]
-        self._first_s = seen_s[first[0]] if len(first) > len(dropped) else None
+            self._dropped_s = seen_s[first[-len(dropped)]]
+        self._punctual_s = list(map(seen_s.__getitem__, first[: len(first) - len(dropped)]))
         if oldest is None and overdue:
             oldest = Waited(seen_s[by_age[0]], prompt_tokens[by_age[0]])
         return Places(first, by_age[:overdue], late, self._turn_of(oldest, now_s))

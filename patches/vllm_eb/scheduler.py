@@ -175,7 +175,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             self._prefilling = [r for r in self._prefilling if r.is_prefill_chunk and r.status == _RUNNING]
         now_s, prefilling = self._clock(), len(self._prefilling)
         # A call without requests only tells workers which have ended: no step, so nothing is ordered.
-        ordering = self._waiting_order if self.requests else None
+        ordering = self._waiting_order if self.waiting else None
         return View(
             now_s=now_s,
             step_id=self._steps,
@@ -238,7 +238,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
                     visible = [request for request in visible if request not in aside]
                 return self._partial_step(visible, len(visible), args, kwargs)
             if self._waiting_order is not None:
-                self._waiting_order.arrange(self.waiting)
+                self._waiting_order.arrange(self.waiting, view.now_s)
             if decision.phase == "prefill":
                 return self._prefill_step(decision, view, args, kwargs)
             if decision.running_limit >= getattr(self, self._limit_name):

@@ -29,15 +29,16 @@ class View(NamedTuple):
     """State of the scheduler at the start of a step.
 
     ``decoding``: running sequences whose prompt is computed, including those whose last token is in flight.
-    ``prefilling``: running sequences with prompt tokens left. ``waiting``: queued requests, including preempted ones.
-    ``free_blocks``: free KV blocks, including cached ones that no request uses. ``oldest_wait_s``: that of
-    ``Controller.queue``; needed only if ``Controller.orders_queue``. ``preempted``: requests preempted since the last
-    view. ``idle_sessions``: streaming sessions between two turns, which keep their slots. ``last_tokens_out``: the last
-    token of every decoding sequence is in flight (asynchronous scheduling), so that none of them needs another step.
-    ``prompt_tokens``: prompt tokens that the next step could compute, of partly computed prompts, then of waiting ones
-    in order, as long as slots and KV blocks suffice; without deducting cached prefixes; counted only up to
-    ``Controller.prompt_tokens_wanted``. ``pass_number``: of the pass that data-parallel ranks in lockstep make
-    together, equal on all of them modulo ``EngineFacts.pass_interval``; 0 without other ranks.
+    ``prefilling``: running sequences with prompt tokens left. ``waiting``: queued requests, including preempted
+    ones. ``free_blocks``: free KV blocks, including cached ones that no request uses. ``oldest_wait_s``: that of
+    ``Controller.queue``; 0 unless ``Controller.orders_queue`` and requests wait. ``preempted``: requests preempted
+    since the last view. ``idle_sessions``: streaming sessions between two turns, which keep their slots.
+    ``last_tokens_out``: the last token of every decoding sequence is in flight (asynchronous scheduling), so that
+    none of them needs another step. ``prompt_tokens``: prompt tokens that the next step could compute, of partly
+    computed prompts, then of waiting ones in order, as long as slots and KV blocks suffice; without deducting
+    cached prefixes; counted only up to ``Controller.prompt_tokens_wanted``. ``pass_number``: of the pass that
+    data-parallel ranks in lockstep make together, equal on all of them modulo ``EngineFacts.pass_interval``; 0
+    without other ranks.
     """
 
     now_s: float
@@ -63,7 +64,8 @@ class Decision(NamedTuple):
     """What the next step may contain.
 
     ``prefill``: prefilling and newly admitted sequences only, with at most ``running_limit`` running in total.
-    ``decode``: decoding sequences only, no admissions. ``mixed``: vLLM's own rules, limit unchanged.
+    ``decode``: decoding sequences only, no admissions. ``mixed``: vLLM's own rules, limit unchanged. ``n_limit``: the
+    batch limit; in a decode step of a policy that bounds memory, as it was when requests could last join.
     ``token_budget``: the most tokens of the step if fewer than max_num_batched_tokens; None: that of the engine.
     """
 

@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from ebbench.cli.main import app
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, parse_fault
 from ebbench.fakeserver.scheduled_response import decode
 from ebbench.records.run import Run
@@ -125,10 +127,11 @@ def _wait_until_gone(group: int) -> None:
     ],
 )
 def test_options_that_cannot_work_are_refused_in_one_line(
-    tmp_path: Path, arguments: list[str], code: int, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, message: str
 ) -> None:
-    done = _ebbench(tmp_path, "run", "balanced", "-n", "5", *SMALL, *arguments)
-    assert done.returncode == code, done.stderr
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["run", "balanced", "-n", "5", *SMALL, *arguments])
+    assert done.exit_code == code, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert message in errors[0]
@@ -204,9 +207,10 @@ def test_files_in_the_working_directory_are_not_taken_for_modules(tmp_path: Path
     assert done.stdout == "['ok', 'ok', 'ok', 'ok']\n"
 
 
-def test_a_request_rate_alone_means_open_loop_arrivals(tmp_path: Path) -> None:
+def test_a_request_rate_alone_means_open_loop_arrivals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     base = ("run", "balanced", "--engine", "sim", "--policy", "v1", "-n", "20", "--request-rate", "5", "--json", *SMALL)
     for more, scenario in (((), "poisson"), (("--burstiness", "0.5"), "gamma")):
-        done = _ebbench(tmp_path, *base, *more)
-        assert done.returncode == 0, done.stderr
+        done = CliRunner().invoke(app, [*base, *more])
+        assert done.exit_code == 0, done.stderr
         assert json.loads(done.stdout)[0]["scenario"] == scenario

@@ -571,7 +571,9 @@ def test_ids_are_left_out_for_servers_that_refuse_them(transport: str) -> None:
         assert ["x-request-id" in asked.headers for asked in server.asked] == [True, False]
 
 
-def test_an_absent_tokenizer_is_said() -> None:
+def test_an_absent_tokenizer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # or a hub out of reach is asked for a minute
+
     async def answer(asked: Asked) -> None:
         await asked.send(EVENTS + chunk(event(said("one", "stop"))) + END)
 

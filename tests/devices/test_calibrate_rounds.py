@@ -88,6 +88,17 @@ def test_every_point_and_what_a_request_costs_come_back() -> None:
     assert len(probed.seconds) == 3 + 6 * 4
 
 
+def test_rounds_that_do_not_fit_into_the_time_are_not_begun() -> None:
+    vllm, engine = stepped()
+    whole = measure_steps(vllm, GRID)
+    begun_s = engine.now_s
+    cut = measure_steps(vllm, GRID, most_s=begun_s * 0.6)
+    assert (whole.rounds, cut.rounds) == (4, 2)
+    assert engine.now_s < 1.6 * begun_s
+    assert cut.seconds.keys() == whole.seconds.keys()
+    assert measure_steps(vllm, GRID, most_s=0.0).rounds == 1
+
+
 def test_a_slow_machine_slows_all_points_alike_and_is_said() -> None:
     """Half of the rounds at half the speed: measured point after point, speeds would look like effects of shapes."""
     vllm, engine = stepped()
@@ -134,7 +145,7 @@ def test_a_written_profile_has_the_kv_cache_that_was_there(tmp_path: Path) -> No
 def test_a_stall_is_left_out_and_a_slow_step_counts() -> None:
     assert without_stalls([1.0, 1.0, 1.0, 1.9, 50.0]) == pytest.approx(4.9 / 4)
     probed = summarise([((1, 0, 0), 0, 2.0), ((1, 0, 0), 1, 3.0)], [0.0, 0.1, 0.1, 9.0])
-    assert astuple(probed) == ({(1, 0, 0): 2.5}, pytest.approx(0.1), pytest.approx(1.5), None)
+    assert astuple(probed) == ({(1, 0, 0): 2.5}, pytest.approx(0.1), pytest.approx(1.5), 2, None)
 
 
 def test_requests_are_charged_once_each_when_their_prompt_is_complete() -> None:

@@ -43,6 +43,9 @@ def test_a_window_gives_its_blocks_back() -> None:
     assert held(layout, 32, 16) == 2 + 5 * 2
     assert held(layout, 4096, 4095) == 256 + 5 * (256 - (4095 - 47) // 16)
     assert layout.most(4096) == 256 + 5 * (-(-(47 + 256) // 16) + 1)
+    decoding = layout.by_length.decoding  # by how many tokens are in flight besides
+    assert [decoding[flying][62] for flying in (0, 1)] == [4 + 5 * 4 - 5 * 0, 4 + 5 * 4]
+    assert [decoding[flying][63] for flying in (0, 1)] == [held(layout, 64, 63), held(layout, 64, 62)] == [19, 24]
 
 
 def test_a_chunk_gives_its_blocks_back_when_it_is_finished() -> None:

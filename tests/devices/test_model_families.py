@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ebbench.devices.base import Parallel
-from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.geometry import ModelGeometry, Page
 from ebbench.devices.loader import load_device
 from ebbench.devices.model_config import read_config
 from ebbench.devices.profiles import as_decoder, find_model
@@ -35,6 +35,19 @@ DELTA = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
     "linear_num_value_heads": 32, "full_attention_interval": 4, "head_dim": 256,
 }  # fmt: skip
+
+INKLING: dict[str, Any] = {
+    "model_type": "inkling_mm_model", "architectures": ["InklingForConditionalGeneration"], "text_config": {
+        "vocab_size": 201024, "hidden_size": 6144, "intermediate_size": 3072, "dense_intermediate_size": 24576,
+        "num_hidden_layers": 66, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
+        "swa_num_attention_heads": 64, "swa_num_key_value_heads": 16, "swa_head_dim": 128, "sliding_window_size": 512,
+        "local_layer_ids": [layer for layer in range(66) if (layer + 1) % 6], "d_rel": 16, "rel_extent": 1024,
+        "use_sconv": True, "sconv_kernel_size": 4, "dense_mlp_idx": 2, "n_routed_experts": 256, "n_shared_experts": 2,
+        "num_experts_per_tok": 6, "shared_expert_sink": True, "use_gate_bias": True, "use_global_scale": True,
+        "model_max_length": 131072, "unpadded_vocab_size": 200058, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""In the words of vLLM's class, whose ``intermediate_size`` is the experts' width."""
 
 
 def write(folder: Path, config: dict[str, Any], name: str = "config.json") -> Path:
@@ -78,6 +91,12 @@ def test_a_key_about_the_shape_that_no_rule_reads_is_refused(tmp_path: Path, key
     assert read(tmp_path, LLAMA, **{key: None}).note == ""
     model = find_model(as_decoder(str(write(tmp_path, {**LLAMA, key: 4}))))
     assert f"what {key} says of its shape is left out" in model.note
+
+
+def test_what_has_no_cost_model_is_named(tmp_path: Path) -> None:
+    text = {**LLAMA, "model_type": "qwen4_exp_text"}
+    with pytest.raises(InputFileError, match=r"'qwen4_exp_text' has no cost model here: .*n-grams.*\(PLE\).*\(QSA\)"):
+        read(tmp_path, {"model_type": "qwen4_exp", "text_config": text})
 
 
 def test_keys_that_change_no_figure_are_understood(tmp_path: Path) -> None:
@@ -334,6 +353,30 @@ def test_kinds_of_attention_with_heads_of_their_own(tmp_path: Path) -> None:
     assert (window.kind, window.layers, window.window, window.cached) == ("window", 10, 512, 2 * 4 * 64)
     assert (full.kind, full.layers, full.cached) == ("full", 2, 2 * 2 * 128)
     assert full.params == 1024 * (16 * 128 + 2 * 128) + 16 * 128 * 1024
+
+
+def test_inputs_of_convolutions_have_a_cache_beside_keys_and_values(tmp_path: Path) -> None:
+    """Inkling: 55 of 66 layers keep a window, and each the last four inputs of its convolutions."""
+    model = read(tmp_path, INKLING)
+    window, full = model.mixers
+    assert (window.kind, window.layers, window.window, window.kv_heads) == ("window", 55, 512, 16)
+    assert (full.kind, full.layers, full.kv_heads) == ("full", 11, 8)
+    assert full.products[0].columns == (64 + 2 * 8) * 128 + 64 * 16
+    assert model.inputs == ((55, Page(2 * 4 * 16 * 1024, 4, 4)), (11, Page(2 * 4 * 8 * 2048, 4, 4)))
+    assert (model.dense_layers, model.dense_intermediate, model.expert_intermediate) == (2, 24576, 3072)
+    assert (model.shared_intermediate, model.positions, model.vocab) == (2 * 3072, 131072, 201024)
+    text = INKLING["text_config"]
+    narrow = read(tmp_path, {**INKLING, "text_config": {**text, "intermediate_size": 2048}})
+    assert (narrow.expert_intermediate, narrow.dense_intermediate) == (2048, 24576)
+    of_transformers = {**text, "intermediate_size": 24576, "moe_intermediate_size": 3072, "model_type": "inkling_text"}
+    del of_transformers["dense_intermediate_size"]
+    assert read(tmp_path, of_transformers).layer_params == model.layer_params
+    tokens = 1000
+    kept = 55 * 512 * 2 * 16 * 128 * 2 + 11 * tokens * 2 * 8 * 128 * 2 + 66 * 131072
+    assert model.kv_bytes(tokens) == kept
+    Parallel(tp=8).check(model)
+    with pytest.raises(UsageError, match="no more GPUs; use a tp of at most 8"):
+        Parallel(tp=16).check(model)
 
 
 def test_layers_that_share_the_cache_of_others_keep_none(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ kind and its seed, and ``--kind logs --seed 17`` makes it again and prints the f
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -395,13 +396,17 @@ def _import_all() -> None:
     """Import what commands import when they are called, so that not every case does."""
     from ebbench.cli.main import load_command
 
-    for name in ("run", "show", "compare", "gate", "report", "query", "workloads", "devices", "sweep"):
+    for name in ("run", "show", "compare", "gate", "report", "query", "workloads", "devices", "sweep", "plan"):
         load_command(name)
     for name in ("ebbench.runs.execute", "ebbench.engines.sim", "ebbench.workloads", "ebbench.devices",
-                 "ebbench.analysis",
+                 "ebbench.analysis", "ebbench.devices.model_config", "ebbench.runs.pool",
                  "ebbench.run_policies", "ebbench.workloads.trace", "ebbench.render.tables", "rich.table",
-                 "ebbench.analysis.paired", "ebbench.sizing.drive", "ebbench.workloads.fit_log"):  # fmt: skip
+                 "ebbench.analysis.paired", "ebbench.sizing.drive", "ebbench.workloads.fit_log",
+                 "jinja2", "pyarrow.compute", "pyarrow.dataset", "pydantic.type_adapter", "pymannkendall",
+                 "scipy.stats", "yaml"):  # fmt: skip
         importlib.import_module(name)
+    importlib.import_module("ebbench.report.page").specs(("v1",))
+    gc.freeze()  # no case searches what all share for garbage
 
 
 def main() -> int:

@@ -27,7 +27,7 @@ MIXED = Decision("mixed", "mb", running_limit=4, k=None, n_limit=4)
 class Queue:
     """Due in every step; the oldest request has always waited half a second."""
 
-    def due(self, now_s: float) -> bool:
+    def due(self, now_s: float, *, admits: bool = False) -> bool:
         return True
 
     def oldest_wait_s(self, now_s: float) -> float:
@@ -225,7 +225,7 @@ def test_the_policy_orders_new_requests_behind_the_preempted(orders: bool) -> No
     table.now_ns = 7 * MS
     table.add(1, 2, 3)
     table.step()
-    assert table.gate.may_coast() is not orders
+    assert table.gate.may_coast()
     assert list(table.scheduler.waiting) == ([0, 1, 3, 2] if orders else [0, 1, 2, 3])
     assert policy.asked_order == ([([0.007] * 3, [9, 30, 20])] if orders else [])
     assert policy.views[0].oldest_wait_s == (0.5 if orders else 0.0)

@@ -118,6 +118,14 @@ def test_what_no_longer_fits_is_skipped_and_said(tmp_path: Path, capsys: pytest.
     assert not (tmp_path / "store" / "measured").exists()
 
 
+def test_a_validation_that_has_begun_goes_on_in_little_time(tmp_path: Path) -> None:
+    parcels = packed(tmp_path)
+    assert measured(parcels, 1000.0) == 0
+    (tmp_path / "store" / "measured" / borrowed.STEPS).write_text("{}")
+    assert measured(parcels, 100.0) == 0
+    assert len(calls(tmp_path / "store" / "measured")) == 2
+
+
 def test_a_vllm_that_does_not_start_is_tried_without_compilation(
     tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

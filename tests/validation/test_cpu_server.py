@@ -72,14 +72,15 @@ def test_step_times_are_measured_on_the_processors_of_the_servers(
     chosen = frozenset([max(os.sched_getaffinity(0))])
     seen = []
 
-    def fails(_command: list[str], _grace_s: float, **_options: object) -> tuple[int, str]:
+    def fails(command: list[str], _grace_s: float, **_options: object) -> tuple[int, str]:
         seen.append(os.sched_getaffinity(0))
+        assert command[command.index("--max-time") + 1] == "30"
         return 1, ""
 
     monkeypatch.setattr(drive, "run_supervised", fails)
     monkeypatch.setattr(drive, "server_processors", lambda _question: chosen)
     with pytest.raises(RunError):
-        measure_step_times(QUESTION, tmp_path)
+        measure_step_times(QUESTION, tmp_path, 30.0)
     assert seen == [chosen]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from typer.testing import CliRunner, Result
 from ebbench.cli.main import app
 from ebbench.records.manifest import Manifest
 from ebbench.records.run import Run
+from ebbench.runs import store
+from ebbench.runs.pool import InProcess
 from ebbench.spec.client import ClientOptions
 from ebbench.validation import drive
-from ebbench.validation.drive import measure_step_times, validate
+from ebbench.validation.drive import command, validate
 from ebbench.validation.machine import Call, write_manifest
 from ebbench.validation.question import (
     WARMUP,
@@ -51,6 +54,22 @@ def invoke(*words: object) -> Result:
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
     folder = tmp_path_factory.mktemp("validation") / "out"
     return invoke(*SMALL, "--policy", "v1", "--policy", "eb", "--json", "-o", folder), folder
+
+
+@pytest.fixture(autouse=True)
+def _few_processes(done: tuple[Result, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the command above, the same steps are not measured again, and no process is started to predict a run."""
+    measured = drive.measure_step_times
+
+    def measured_once(asked: ValidationQuestion, folder: Path, most_s: float) -> StepTimes:
+        kept = done[1] / "steps" / folder.name
+        same = command(asked, folder, most_s) == command(question(), folder, most_s)
+        if same and kept.exists() and not folder.exists():
+            shutil.copytree(kept, folder)
+        return measured(asked, folder, most_s)
+
+    monkeypatch.setattr(drive, "measure_step_times", measured_once)
+    monkeypatch.setattr(store, "make_pool", lambda *_sizes: InProcess())
 
 
 def test_every_setting_is_predicted_and_measured(done: tuple[Result, Path]) -> None:
@@ -158,12 +177,11 @@ def test_step_times_are_measured_anew_in_each_round(done: tuple[Result, Path]) -
 
 def test_a_round_is_predicted_from_its_own_step_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is faster in the second round while its steps are measured: as fast as an H200."""
-    steps = measure_step_times
+    steps = drive.measure_step_times
 
-    def faster_later(asked: ValidationQuestion, folder: Path) -> StepTimes:
-        return steps(
-            asked if folder.name == "round-1" else replace(asked, spec=asked.spec.changed(device="h200")), folder
-        )
+    def faster_later(asked: ValidationQuestion, folder: Path, most_s: float) -> StepTimes:
+        faster = replace(asked, spec=asked.spec.changed(device="h200"))
+        return steps(asked if folder.name == "round-1" else faster, folder, most_s)
 
     monkeypatch.setattr(drive, "measure_step_times", faster_later)
     outcomes = validate(question(), tmp_path, TimeBudget(600.0), lambda _text: None)
@@ -190,16 +208,25 @@ def test_slowness_is_the_median_ratio_of_the_same_steps() -> None:
 
 def test_rounds_that_would_take_too_long_are_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a real vLLM, whose parts are replaced by an engine in virtual time that takes hours by its own account."""
-    steps = measure_step_times
+    steps = drive.measure_step_times
     asked = question()
-    monkeypatch.setattr(
-        drive, "measure_step_times", lambda _asked, folder: replace(steps(asked, folder), seconds=5000.0)
-    )
+    limits_s = []
+
+    def slow(_asked: ValidationQuestion, folder: Path, most_s: float) -> StepTimes:
+        limits_s.append(most_s)
+        return replace(steps(asked, folder, most_s), seconds=5000.0)
+
+    monkeypatch.setattr(drive, "measure_step_times", slow)
     monkeypatch.setattr(drive._Rounds, "_too_late", lambda self, needed_s: self.budget.left_s < needed_s)
     outcomes = validate(asked, tmp_path, TimeBudget(4000.0), lambda _text: None)
+    assert limits_s == [pytest.approx(4000 / 2 / 3, rel=0.01)]  # steps take a third of a round at most
     assert {one.round for one in outcomes.observations} == {0}
     assert len(outcomes.steps) == 1
     assert outcomes.stopped == "--max-time 4000 was reached"
+    monkeypatch.setattr(drive, "server_start_s", lambda _question, _steps: 5000.0)
+    again = validate(asked, tmp_path / "other", TimeBudget(4000.0), lambda _text: None)
+    assert again.observations == ()
+    assert "4000 was reached; a server's start and runs take 50" in again.stopped
 
 
 def test_a_server_that_was_faster_than_expected_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Commands forked from a process that has imported what they need: the client of :mod:`tests.vllm.template`."""
+"""Python commands forked from a process that has imported what they need: the client of :mod:`tests.vllm.template`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _opened: dict[str, object] = {}
 
 
 class ForkedCommand:
-    """A command in a session of its own: what tests use of ``subprocess.Popen``."""
+    """``python -m MODULE ...`` in a session of its own: what tests use of ``subprocess.Popen``."""
 
     def __init__(
         self, words: list[str], environment: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes], folder: Path
     ) -> None:
         self._connection = _connected(started(Path(environment[ADDRESS]), environment, "vllm"))
-        message = {"words": ["-m", "ebbench", *words], "environment": dict(environment), "folder": str(folder)}
+        message = {"words": words, "environment": dict(environment), "folder": str(folder)}
         with Path(os.devnull).open() as stdin:
             descriptors = [stdin.fileno(), stdout.fileno(), stderr.fileno()]
             socket.send_fds(self._connection, [json.dumps(message).encode()], descriptors)
@@ -43,7 +43,7 @@ class ForkedCommand:
             try:
                 self.returncode = int(json.loads(self._connection.recv(100)))
             except (TimeoutError, BlockingIOError):
-                raise subprocess.TimeoutExpired("ebbench", timeout or 0.0) from None
+                raise subprocess.TimeoutExpired("python", timeout or 0.0) from None
             self.close()
         return self.returncode
 

@@ -8,6 +8,7 @@ processes, their parents and what runs in them are the same. The children use on
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -44,5 +45,6 @@ def fork_engines() -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # the platform has set "spawn"
 
     CpuPlatform.check_and_update_config = staticmethod(updated)
+    gc.freeze()  # vLLM searches all that is imported for garbage eight times, 0.8 s each
     # A child would pass its signals on to the event loop of its parent, through the descriptor that both have.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))

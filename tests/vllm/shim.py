@@ -14,7 +14,7 @@ def main(name: str, *words: str) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect("\0" + name)
-    message = {"words": words, "environment": dict(os.environ), "folder": os.getcwd()}  # noqa: PTH109  for a quick start
+    message = {"words": [sys.executable, *words], "environment": dict(os.environ), "folder": os.getcwd()}  # noqa: PTH109  for a quick start
     socket.send_fds(connection, [json.dumps(message).encode()], [0, 1, 2])
     pid = int(connection.recv(100))
     for number in SIGNALS:

@@ -262,7 +262,7 @@ def _run(command: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
         os.chdir(command["folder"])
-        become([sys.executable, *command["words"]], command["environment"], lambda _number: False)
+        become(command["words"], command["environment"], lambda _number: False)
     finally:
         os._exit(_CANNOT_START)
 

@@ -90,7 +90,9 @@ def test_drafts_adapt_where_the_engines_are_compared() -> None:
         drafted = run_sim(plan, policy, device, options).facts["speculative"]["drafted"]
         whole = run_sim(plan, "marginal", device, options).facts["speculative"]["drafted"]
         shorter += drafted[-1] < whole[-1]
-    assert shorter > 10
+        if shorter > 10:
+            return
+    pytest.fail(f"in {shorter} of 40 cases only")
 
 
 def max_tokens(plan: Plan) -> int:

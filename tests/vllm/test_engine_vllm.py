@@ -7,29 +7,24 @@ import os
 import re
 import signal
 import statistics
+import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from ebbench.engines.machine import machine_name
-from ebbench.engines.vllm import VllmEngine
-from ebbench.engines.vllm_command import Emulation
 from ebbench.errors import RunError
 from ebbench.records.run import Run
-from ebbench.spec.client import ClientOptions
-from ebbench.spec.server import EngineOptions
 from tests.processes.process_tree import wait_until
 from tests.vllm import whole_command
-from tests.vllm.emulation import DEVICE, Traffic, make_plan
-from tests.vllm.whole_command import command_environment, ebbench
-from vllm_eb.policy import parse_policy
+from tests.vllm.emulated_run import BLOCKS, TABLES
+from tests.vllm.forked_command import ForkedCommand
+from tests.vllm.whole_command import LONGEST_S, command_environment, ebbench
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("forking")]
-
-OPTIONS = EngineOptions(max_num_seqs=16, max_num_batched_tokens=512, max_model_len=2048)
-CLIENT = ClientOptions(workers=0, metrics_interval_s=None)
 
 
 def server_processes(model: Path) -> list[int]:
@@ -72,35 +67,40 @@ def test_two_policies_with_real_tokens_from_the_command_line(small_model_folder:
     assert not server_processes(small_model_folder)
 
 
+def run_emulated(model: Path, folder: Path, *vllm_options: str) -> tuple[int, str]:
+    """A run through the API server with an emulated device: its exit code, and what it wrote to stderr."""
+    command = [sys.executable, "-m", "tests.vllm.emulated_run", str(model), str(folder), *vllm_options]
+    with (folder / "said").open("wb") as said:
+        process = ForkedCommand(command, command_environment(), said, said, folder)
+    return process.wait(LONGEST_S), (folder / "said").read_text()
+
+
 @pytest.fixture(scope="module")
-def emulated_run(small_model_folder: Path, tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
-    """One run through the API server with an emulated device in real time, at a tenth of its speed."""
-    engine = VllmEngine(
-        model=str(small_model_folder),
-        client=CLIENT,
-        emulation=Emulation("h200", "qwen3-8b", slow_motion=2.0),
-        log=tmp_path_factory.mktemp("log") / "server.log",
-    )
-    plan = make_plan(Traffic(sessions=20, concurrency=8, max_output=20))
-    return engine.run(plan, parse_policy("eb:k=3"), DEVICE, replace(OPTIONS, num_kv_blocks=300))
+def emulated(forking: None, small_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, pa.Table]:
+    """The tables of such a run."""
+    folder = tmp_path_factory.mktemp("emulated")
+    code, said = run_emulated(small_model_folder, folder)
+    assert code == 0, said
+    return {name: pq.read_table(folder / f"{name}.parquet") for name in TABLES}
 
 
-def test_an_emulated_device_serves_through_the_api_server(emulated_run) -> None:  # type: ignore[no-untyped-def]
-    assert set(emulated_run.requests["status"].to_pylist()) == {"ok"}
-    steps = emulated_run.steps.to_pylist()
+def test_an_emulated_device_serves_through_the_api_server(emulated: dict[str, pa.Table]) -> None:
+    assert set(emulated["requests"]["status"].to_pylist()) == {"ok"}
+    steps = emulated["steps"].to_pylist()
     assert {step["phase"] for step in steps} == {"prefill", "decode"}
-    assert all(step["kv_blocks_total"] == 300 for step in steps)
+    assert all(step["kv_blocks_total"] == BLOCKS for step in steps)
     # Twice the time of an H200 step, which is some milliseconds; one that caught up with a busy machine may be shorter.
     assert statistics.median(step["end_ns"] - step["start_ns"] for step in steps) > 5e6
 
 
-def test_step_records_join_the_requests(emulated_run) -> None:  # type: ignore[no-untyped-def]
-    for row in emulated_run.requests.to_pylist():
-        mine = [step for step in emulated_run.steps.to_pylist() if row["request_id"] in step["request_ids"]]
+def test_step_records_join_the_requests(emulated: dict[str, pa.Table]) -> None:
+    steps = emulated["steps"].to_pylist()
+    for row in emulated["requests"].to_pylist():
+        mine = [step for step in steps if row["request_id"] in step["request_ids"]]
         assert row["sent_ns"] <= row["scheduled_ns"] == mine[0]["scheduled_ns"]
         assert len(mine) >= row["output_tokens"]
         assert mine[-1]["start_ns"] < row["end_ns"]
-    kinds = {(row["kind"], row["phase"]) for row in emulated_run.decisions.to_pylist()}
+    kinds = {(row["kind"], row["phase"]) for row in emulated["decisions"].to_pylist()}
     assert {("phase", "prefill"), ("phase", "decode")} <= kinds
 
 
@@ -112,15 +112,11 @@ def command(model: Path, folder: Path, requests: int, *more: object) -> list[obj
     ]  # fmt: skip
 
 
-def test_a_server_that_the_plugin_does_not_schedule_is_not_measured(small_model_folder: Path) -> None:
-    engine = VllmEngine(
-        model=str(small_model_folder),
-        client=CLIENT,
-        emulation=Emulation("h200", "qwen3-8b"),
-        vllm_options=("--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"),
-    )
-    with pytest.raises(RunError, match="policy v0 does not schedule it"):
-        engine.run(make_plan(Traffic(sessions=2)), parse_policy("v0"), DEVICE, OPTIONS)
+def test_a_server_that_the_plugin_does_not_schedule_is_not_measured(small_model_folder: Path, tmp_path: Path) -> None:
+    other = ("--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler")
+    code, said = run_emulated(small_model_folder, tmp_path, *other)
+    assert code
+    assert re.search(r"RunError: .*policy eb:k=3 does not schedule it", said), said
     assert not server_processes(small_model_folder)
 
 

@@ -20,6 +20,7 @@ from tests.vllm.emulation import (
     random_case,
     run_emulated,
     run_sim,
+    seeds,
     with_further_limits,
     with_priorities,
 )
@@ -98,7 +99,7 @@ def test_sim_and_emulated_are_equal(policy: str, asynchronous: bool) -> None:
     assert sum(sim.requests["preemptions"].to_pylist()) > 0
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(0, 40))
 def test_equal_under_random_settings(seed: int) -> None:
     plan, policy, options = random_case(seed)
     options = with_further_limits(options, seed) if seed % 3 == 0 else options

@@ -19,20 +19,17 @@ from tests.vllm.serving import client, healthy
 pytestmark = pytest.mark.vllm
 
 READY_S = 480.0
-FORKED, SPAWNED = True, False
-"""How a server and what it starts begin: as forks of a process that has imported vLLM, or as new interpreters, which
-takes five times as long. The processes and what they do are the same."""
+FORKED, EXECUTED, SPAWNED = "forked", "executed", "spawned"
+"""How a server and what it starts begin: as forks of a process that has imported vLLM; or as new interpreters, but the
+engine core and worker, which it forks; or all as new interpreters, which takes ten times as long as the first. The
+processes and what they do are the same."""
 
 
 @pytest.fixture
-def variables(request: pytest.FixtureRequest, forked: bool) -> dict[str, str]:
+def variables(request: pytest.FixtureRequest, begun: str) -> dict[str, str]:
     """What the environment of the command has beside that of this process."""
-    if not forked:
-        return {}
-    return {
-        "PYTHONPATH": str(request.getfixturevalue("forking_path")),
-        ADDRESS: str(request.getfixturevalue("template_place")),
-    }
+    forking = {} if begun == SPAWNED else {"PYTHONPATH": request.getfixturevalue("forking_path")}
+    return forking | ({ADDRESS: request.getfixturevalue("template_place")} if begun == FORKED else {})
 
 
 def begin(folder: Path, variables: dict[str, str], *words: object) -> subprocess.Popen[bytes] | ForkedCommand:
@@ -74,7 +71,7 @@ def free_port() -> int:
 
 # A server costs ten to twenty CPU seconds: what SIGTERM does to a run is seen with several servers, below.
 @pytest.mark.parametrize(
-    ("number", "forked"),
+    ("number", "begun"),
     [
         (signal.SIGHUP, FORKED), (signal.SIGKILL, FORKED),
         pytest.param(signal.SIGKILL, SPAWNED, marks=pytest.mark.nightly),
@@ -98,8 +95,12 @@ def test_a_signalled_run_ends_its_server(
 
 
 @pytest.mark.parametrize(
-    ("number", "forked"), [(signal.SIGTERM, SPAWNED), (signal.SIGHUP, FORKED), (signal.SIGKILL, FORKED)]
-)
+    ("number", "begun"),
+    [
+        (signal.SIGTERM, EXECUTED), (signal.SIGHUP, FORKED), (signal.SIGKILL, FORKED),
+        pytest.param(signal.SIGTERM, SPAWNED, marks=pytest.mark.nightly),
+    ],
+)  # fmt: skip
 def test_a_signalled_serve_command_ends_its_server(
     small_model_folder: Path, tmp_path: Path, number: signal.Signals, variables: dict[str, str]
 ) -> None:
@@ -114,7 +115,7 @@ def test_a_signalled_serve_command_ends_its_server(
     assert code == (-signal.SIGKILL if number == signal.SIGKILL else 130), (tmp_path / "said").read_text()
 
 
-@pytest.mark.parametrize(("number", "forked"), [(signal.SIGTERM, FORKED), (signal.SIGKILL, FORKED)])
+@pytest.mark.parametrize(("number", "begun"), [(signal.SIGTERM, FORKED), (signal.SIGKILL, FORKED)])
 def test_a_signalled_run_with_replicas_ends_servers_and_gateway(
     small_model_folder: Path, tmp_path: Path, number: signal.Signals, variables: dict[str, str]
 ) -> None:

@@ -20,6 +20,7 @@ from tests.vllm.emulation import (
     random_case,
     run_emulated,
     run_sim,
+    seeds,
     with_further_limits,
 )
 from vllm_eb.policy import least_seqs, parse_policy
@@ -40,11 +41,19 @@ KV = {"tight": 34, "loose": 4000}
 BUDGET = {"small": 48, "large": 4096}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    ("kv", "budget", "turns", "rate", "asynchronous"),
-    list(itertools.product(KV, BUDGET, (1, 3), (None, 60.0), (True, False))),
-)
+def settings_of_policies() -> list[Any]:
+    """All policies with all settings. `make test` has a quarter: under every policy each two values of two settings
+    together, and each setting under four policies; the rest is for `make nightly`."""
+    found = []
+    for number, policy in enumerate(POLICIES):
+        for a, b, c, d, e in itertools.product((0, 1), repeat=5):
+            often = (a ^ b ^ d) + 2 * (a ^ c ^ e) == number % 4
+            values = list(KV)[a], list(BUDGET)[b], (1, 3)[c], (None, 60.0)[d], (True, False)[e]
+            found.append(pytest.param(policy, *values, marks=[] if often else pytest.mark.nightly))
+    return found
+
+
+@pytest.mark.parametrize(("policy", "kv", "budget", "turns", "rate", "asynchronous"), settings_of_policies())
 def test_sim_and_emulated_are_equal_step_by_step(
     policy: str, kv: str, budget: str, turns: int, rate: float | None, asynchronous: bool
 ) -> None:
@@ -87,7 +96,7 @@ def lone_requests_uncapped() -> bool:
     return "num_eligible_reqs" in Scheduler.schedule.__code__.co_varnames
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(0, 60))
 def test_equal_under_random_settings(seed: int) -> None:
     plan, policy, options = random_case(seed)
     if options.long_prefill_token_threshold and not lone_requests_uncapped():
@@ -183,7 +192,7 @@ def knows_option(name: str) -> bool:
     return hasattr(EngineArgs, name)
 
 
-@pytest.mark.parametrize("seed", range(200, 240))
+@pytest.mark.parametrize("seed", seeds(200, 240))
 def test_equal_under_random_further_limits(seed: int) -> None:
     plan, policy, options = random_case(seed)
     options = with_further_limits(options, seed)

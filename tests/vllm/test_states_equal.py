@@ -73,6 +73,8 @@ def test_states_are_preempted_where_engines_are_compared(caching: bool) -> None:
         result = run_sim(plan, policy, device, options)
         preempted += sum(result.steps["preemptions"].to_pylist())
         cached += sum(map(bool, result.requests["cached_tokens"].to_pylist()))
+        if caching and min(preempted, cached) > 10:
+            return
     assert preempted > 10
     assert (cached > 10) == caching
 

@@ -65,8 +65,8 @@ def _engine(folder: Path, policy: str, speculative: Mapping[str, Any] | None) ->
     plain = policy == "v1"
     costs = drafting_device(TOKENS).calibration if policy == ADAPTIVE else CALIBRATION
     gc.collect()
-    gc.freeze()  # vLLM collects garbage seven times while it starts
-    engine = LLMEngine.from_engine_args(
+    gc.freeze()  # vLLM collects garbage eight times while it starts and ends; what is here now is none
+    return LLMEngine.from_engine_args(
         EngineArgs(
             model=str(folder), dtype="float32", enforce_eager=True, block_size=BLOCK,
             num_gpu_blocks_override=BLOCKS + 1,
@@ -76,8 +76,6 @@ def _engine(folder: Path, policy: str, speculative: Mapping[str, Any] | None) ->
             speculative_config=None if speculative is None else dict(speculative),
         )
     )  # fmt: skip
-    gc.unfreeze()
-    return engine
 
 
 def serve(

@@ -12,6 +12,7 @@ import pytest
 from tests.vllm.upstream import __main__ as command
 from tests.vllm.upstream import compare
 from tests.vllm.upstream.compare import FAILED, PASSED, Expected, Outcome
+from tests.vllm.upstream.fetch import FetchError, fetch
 
 TEST = "tests/v1/core/test_scheduler.py::test_schedule[True]"
 BATCHES = Expected(("test_scheduler.py::test_schedule*",), ("v0", "eb"), "other batches", problem="assert 3 == 2")
@@ -94,15 +95,20 @@ def test_after_a_run_that_could_not_be_made_no_other_begins(monkeypatch: pytest.
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.usefixtures("forking")
 def test_the_command_runs_vllms_tests_with_and_without_the_plugin(
     tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path_factory.mktemp("vllm-tests")
+    folder, version = tmp_path_factory.mktemp("vllm-tests"), command.installed_version()
+    try:
+        kept = fetch(version, command.KEPT)
+    except FetchError as reason:
+        pytest.skip(str(reason))
+    (folder / version).mkdir()
+    (folder / version / "tests").symlink_to(kept / "tests")
     files = ["test_priority_preemption_bug.py", "test_swa_inflight_window_free.py"]
     code = command.main(["--folder", str(folder), "--files", *files, "--policy", "v1"])
     shown = capsys.readouterr().out
-    if shown.startswith("SKIPPED"):
-        pytest.skip(shown)
     assert code == 0, shown
     assert "0 failed" in shown.splitlines()[0]
     logs = [log.read_text(encoding="utf-8") for log in sorted(folder.glob("*/*.log"))]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan
 from ebbench.spec.server import EngineOptions
 from tests.devices.test_deepseek_v4 import FLASH
-from tests.devices.test_model_families import read
+from tests.devices.test_model_families import INKLING, read
 from tests.vllm.emulation import DEVICE, Traffic, differences, make_plan
 from vllm_eb.policy import parse_policy
 
@@ -78,8 +80,9 @@ def test_a_preempted_request_finds_its_blocks_again(name: str, asynchronous: boo
     assert tokens <= steps_of(SimEngine(), False)[1]
 
 
-def groups_of_vllm(model: ModelGeometry) -> list[tuple[int, int]]:
-    """Blocks tables and tokens per block of each kind of group that vLLM makes of a model's layers."""
+def groups_of_vllm(model: ModelGeometry, inputs: Callable[[Mixer], Any] | None = None) -> list[tuple[int, int]]:
+    """Blocks tables and tokens per block of each kind of group that vLLM makes of a model's layers. ``inputs``: vLLM's
+    own description of a layer's cache of inputs of convolutions."""
     import torch
     from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size, unify_kv_cache_spec_page_size
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
@@ -96,6 +99,8 @@ def groups_of_vllm(model: ModelGeometry) -> list[tuple[int, int]]:
                 specs[f"{mixer.kind}.{layer}"] = SlidingWindowSpec(sliding_window=mixer.window, **sizes)
             else:
                 specs[f"{mixer.kind}.{layer}"] = FullAttentionSpec(**sizes)
+            if inputs is not None:
+                specs[f"inputs of {mixer.kind}.{layer}"] = inputs(mixer)
     groups = _get_kv_cache_groups_uniform_page_size(unify_kv_cache_spec_page_size(specs))
     found: dict[tuple[str, int], int] = {}
     for group in groups:
@@ -126,11 +131,45 @@ def test_layers_are_grouped_as_in_vllm(full: tuple[int, int, int], windowed: tup
     assert sorted((group.tables, group.block_tokens) for group in layout.groups) == groups_of_vllm(model)
 
 
+@pytest.mark.parametrize("tp", [1, 4])
+def test_inputs_of_convolutions_are_grouped_as_in_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int
+) -> None:
+    """Inkling, by vLLM's class for them."""
+    import torch
+    from vllm.models.inkling.nvidia import sconv_swa_attn
+
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+    monkeypatch.setattr(sconv_swa_attn, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(sconv_swa_attn, "get_tensor_model_parallel_world_size", lambda: tp)
+    model = read(tmp_path, INKLING).sliced(tp)
+    pages = set()
+
+    def inputs(mixer: Mixer) -> Any:
+        name = str(len(config.compilation_config.static_forward_context))
+        state = sconv_swa_attn.InklingConvState(
+            num_kv_heads=mixer.kv_heads * tp, head_dim=mixer.key_dim, hidden_size=model.hidden, kernel_size=4,
+            prefix=name,
+        )  # fmt: skip
+        spec = state.get_kv_cache_spec(config)
+        pages.add((spec.page_size_bytes, spec.block_size, spec.sliding_window))
+        return spec
+
+    layout = kv_layout(model, 8192)
+    assert layout is not None
+    found: dict[int, int] = {}
+    for group in layout.groups:
+        found[group.block_tokens] = found.get(group.block_tokens, 0) + group.tables
+    assert sorted((tables, tokens) for tokens, tables in found.items()) == groups_of_vllm(model, inputs)
+    assert {(page.size, page.tokens, page.window) for _, page in model.inputs} == pages
+
+
 def packed_by_vllm(layers: Iterable[Mixer]) -> tuple[list[tuple[int, int, int]], int]:
     """Block tables by tokens per block and window that vLLM makes of layers' caches of their own, and bytes of a
     block."""
-    from types import SimpleNamespace
-
     import torch
     from vllm.v1.core.kv_cache_utils import _get_kv_cache_bytes_per_block, _get_packed_kv_cache_groups
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec

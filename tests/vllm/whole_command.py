@@ -22,9 +22,9 @@ def begin(
     words: list[str], environment: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes], folder: Path
 ) -> subprocess.Popen[bytes] | ForkedCommand:
     """Start ``ebbench`` in a session of its own: as a fork of tests/vllm/template.py where the environment names it."""
-    if ADDRESS in environment:
-        return ForkedCommand(words, environment, stdout, stderr, folder)
     command = [sys.executable, "-m", "ebbench", *words]
+    if ADDRESS in environment:
+        return ForkedCommand(command, environment, stdout, stderr, folder)
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=stdout, stderr=stderr, start_new_session=True)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_eb.queueing import ORDER_EVERY, PATIENCE, TURN_EVERY, PunctualQueue, ShortestFirst, Waited, Work, given_up
+from vllm_eb.queueing import ORDER_EVERY, PATIENCE, TURN_EVERY, PunctualQueue, Waited, Work, given_up
 
 TENTHS = st.integers(0, 100).map(lambda tenths: tenths / 10)
 JOBS = st.lists(st.tuples(TENTHS, st.integers(1, 40).map(lambda tenths: tenths / 10)), min_size=1, max_size=9)
@@ -48,7 +48,8 @@ def test_every_place_is_kept_once_and_late_ones_come_last(requests: list[tuple[f
     ages_s, tokens = [age for age, _ in requests], [count for _, count in requests]
     places = ordered(ages_s, tokens)
     assert sorted(places) == list(range(len(requests)))
-    late = [tokens[p] * WORK.prompt_token_s > 10.0 - ages_s[p] + 1e-6 for p in places]
+    late_s = [tokens[p] * WORK.prompt_token_s - (10.0 - ages_s[p]) for p in places]
+    late = [one_s > 0.0 for one_s in late_s if abs(one_s) > 1e-6]  # sums of other roundings differ by less
     assert late == sorted(late)
 
 
@@ -94,10 +95,20 @@ def test_the_wait_of_the_oldest_punctual_request_is_reported() -> None:
     assert queue.due(0.0)
     queue.order(100.0, [70.0, 96.0, 98.0], [100, 100, 100], WORK)
     assert queue.oldest_wait_s(100.1) == pytest.approx(4.1)
-    assert not queue.due(100.0 + 0.9 * ORDER_EVERY * 10.0)
-    assert queue.due(100.0 + 1.1 * ORDER_EVERY * 10.0)
+    assert not queue.due(100.0 + 0.9 * ORDER_EVERY * 10.0, admits=True)
+    assert queue.due(100.0 + 1.1 * ORDER_EVERY * 10.0, admits=True)
+    queue.admitted(100)
+    assert queue.oldest_wait_s(100.1) == pytest.approx(2.1)
     queue.order(101.0, [70.0], [100], WORK)
     assert queue.oldest_wait_s(101.0) == 0.0
+
+
+def test_a_dropped_request_keeps_the_queue_due() -> None:
+    """It may return: only the next ordering tells whether the oldest that can be in time has waited too long."""
+    queue = PunctualQueue(10.0, urgent_s=6.0)
+    places = queue.order(100.0, [95.0, 96.0, 96.0], [4_900, 2_000, 2_000], WORK)
+    assert places.first == [1, 2, 0]
+    assert (queue.oldest_wait_s(101.5), queue.due(101.5)) == (5.5, True)
 
 
 @given(st.integers(1, 30), st.integers(100, 900), st.integers(900, 9_000))
@@ -156,19 +167,18 @@ def test_requests_that_all_have_time_need_no_other_order() -> None:
         assert (list(first), first == range(3)) == ([0, 1, 2], stands)
 
 
-def test_an_order_due_while_nothing_waits_is_an_order_of_none() -> None:
-    """It starts the time to the next one, and there is no oldest request any more."""
-    ordered, emptied = PunctualQueue(10.0), PunctualQueue(10.0)
-    for queue in (ordered, emptied):
-        queue.order(100.0, [99.0], [100], Work(1e-3, 0.0, 0.0))
-    ordered.order(105.0, [], [], Work(1e-3, 0.0, 0.0))
-    emptied.emptied(105.0)
-    for queue in (ordered, emptied):
-        assert (queue.oldest_wait_s(106.0), queue.due(105.1), queue.due(106.0)) == (0.0, False, True)
-    shortest = ShortestFirst()
-    shortest.emptied(105.0)
-    assert not shortest.due(105.01)
-    assert shortest.due(105.1)
+def test_a_queue_is_ordered_before_admissions_and_when_one_waited_long() -> None:
+    """Urgent from 6 s on: the oldest has waited 1 s, then there is none older than the last ordering."""
+    queue = PunctualQueue(10.0, urgent_s=6.0)
+    queue.order(100.0, [99.0], [100], Work(1e-3, 0.0, 0.0))
+    assert [(queue.due(now_s), queue.due(now_s, admits=True)) for now_s in (100.1, 100.3, 104.9, 105.1)] == [
+        (False, False),
+        (False, True),
+        (False, True),
+        (True, True),
+    ]
+    queue.order(105.1, [], [], Work(1e-3, 0.0, 0.0))
+    assert [queue.due(now_s) for now_s in (111.0, 111.2)] == [False, True]
 
 
 @pytest.mark.parametrize(("admitted", "order"), [(TURN_EVERY * 100 - 1, [1, 0]), (TURN_EVERY * 100, [0, 1])])

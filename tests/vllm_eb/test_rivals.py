@@ -267,12 +267,13 @@ def test_shortest_first_is_a_stable_sort(tokens: list[int]) -> None:
     assert places == sorted(range(len(tokens)), key=tokens.__getitem__)
 
 
-def test_the_queue_is_ordered_now_and_then() -> None:
+def test_the_queue_is_ordered_now_and_then_before_admissions() -> None:
     queue = ShortestFirst()
-    assert queue.due(0.0)
+    assert queue.due(0.0, admits=True)
     queue.order(0.0, [3, 1])
-    assert not queue.due(SHORTEST_EVERY_S / 2)
-    assert queue.due(SHORTEST_EVERY_S)
+    assert not queue.due(SHORTEST_EVERY_S / 2, admits=True)
+    assert queue.due(SHORTEST_EVERY_S, admits=True)
+    assert not queue.due(9.0)
 
 
 @pytest.mark.parametrize("policy", ["v1", "v0", "eb:k=3", "ebplus", "marginal", "delayer", "ppas"])

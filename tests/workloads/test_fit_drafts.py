@@ -41,9 +41,7 @@ def test_a_fitted_workload_keeps_the_acceptance_of_its_log(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("setting", "rates"), [("", RATES), (",tokens=2", RATES[:2]), (",tokens=4", (*RATES, 0.125))])
-def test_a_simulation_of_it_takes_that_acceptance(
-    setting: str, rates: tuple[float, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_simulation_of_it_takes_that_acceptance(setting: str, rates: tuple[float, ...], tmp_path: Path) -> None:
     workload = tmp_path / "fitted.toml"
     invoke("workloads", "fit", f"log:{log_of(tmp_path)}", "-o", workload)
     done = invoke("run", workload, "-p", "v1", "--quiet", "--json", "--speculative", f"method=eagle3{setting}",
@@ -51,9 +49,14 @@ def test_a_simulation_of_it_takes_that_acceptance(
     assert done.exit_code == 0, done.output
     [summary] = json.loads(done.stdout)
     assert summary["acceptance"] == pytest.approx(rates, abs=0.05)
+
+
+def test_a_plan_of_it_takes_that_acceptance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = tmp_path / "fitted.toml"
+    invoke("workloads", "fit", f"log:{log_of(tmp_path)}", "-o", workload)
     monkeypatch.setattr(candidates, "SESSIONS", 100)
     planned = invoke("plan", workload, "--device", "h200", "--request-rate", "1", "--goodput", "tpot:50", "--tp", "1",
-                     "-p", "v1", "--quiet", "--speculative", f"method=eagle3{setting}")  # fmt: skip
+                     "-p", "v1", "--quiet", "--speculative", "method=eagle3,tokens=2")  # fmt: skip
     assert planned.exit_code == 0, planned.output
 
 

@@ -75,7 +75,8 @@ def test_prompts_that_an_engine_does_not_use_are_refused(data: Path) -> None:
         ("advise", "-n", "200", "--policy", "v1", "--seeds", "1", "--no-crossover"),
     ],
 )  # fmt: skip
-def test_searches_take_a_log(log: str, words: tuple[str, ...]) -> None:
+def test_searches_take_a_log(log: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbench.sizing.candidates.SESSIONS", 200)
     command, *options = words
     assert call(command, log, *COLUMNS, *options)
     assert "no column with prompt tokens" in CliRunner().invoke(app, [command, log, *options]).output

@@ -46,8 +46,9 @@ def test_the_share_of_every_prompt_is_common_to_its_group() -> None:
 @pytest.mark.parametrize("groups", [1, 20])
 def test_runs_have_the_hit_rate_asked_for(groups: int) -> None:
     plan = build_plan(
-        "balanced", "constant", request_rate=0.5, num_prompts=300, cache_hit_rate=0.4, prefix_groups=groups, seed=3
-    )
+        "balanced", "constant", request_rate=0.5, num_prompts=300, output_len=30, cache_hit_rate=0.4,
+        prefix_groups=groups, seed=3,
+    )  # fmt: skip
     assert plan.facts["planned_hit_rate"] == pytest.approx(0.4, abs=0.01)
     assert hit_rate(plan) == pytest.approx(0.4, abs=0.01)
     assert repeated_share(plan.table) == pytest.approx(0.4, abs=0.01)

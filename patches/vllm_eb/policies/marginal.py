@@ -29,7 +29,7 @@ from vllm_eb.refills import (
     payback_tokens,
     prompts_that_stay,
 )
-from vllm_eb.service import AnswerLength, FadingMean, ServiceLevel, TokenDebt
+from vllm_eb.service import TTFT_SHARE, AnswerLength, FadingMean, ServiceLevel, TokenDebt
 from vllm_eb.strategy import Change, EngineFacts, Lengths, PhaseState, StepChoice, Strategy, Values, View
 from vllm_eb.theory import Drafts
 
@@ -198,7 +198,7 @@ class MarginalPolicy(Strategy):
         self._has_targets = self._service.has_targets
         self._answers = AnswerLength(lengths.mu_o, spec.window, product_limit=not self._has_targets)
         self._room = KvRoom()
-        self._punctual = PunctualQueue(spec.ttft) if spec.ttft is not None else None
+        self._punctual = None if spec.ttft is None else PunctualQueue(spec.ttft, urgent_s=TTFT_SHARE * spec.ttft)
         self.queue = self._punctual
         self._largest_prefill_s = self._costs.prefill_s(HUGE_TOKENS)
         self._tpot_in_reach, self._batch = True, self._max_num_seqs

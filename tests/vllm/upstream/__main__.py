@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.vllm.forked_command import ADDRESS, ForkedCommand
 from tests.vllm.upstream import compare, models
 from tests.vllm.upstream.fetch import FetchError, fetch
 
@@ -41,6 +42,7 @@ POLICIES = (
 STOCK = ""  # in place of a policy: vLLM's own scheduler
 LONGEST_S = 4 * 3600.0  # of one policy: ten minutes on an idle core; more means that a test hangs
 PYTHON_CODE = "EBBENCH_VLLM_PYTHON_CODE"
+KEPT = Path(sys.prefix) / "vllm-tests"
 
 
 def installed_version() -> str:
@@ -99,12 +101,15 @@ def run(root: Path, redirect: Path, policy: str, files: tuple[str, ...], chosen:
     ]  # fmt: skip
     log = root / f"{name}.log"
     started = time.monotonic()
-    with log.open("w", encoding="utf-8") as file:
-        done = subprocess.run(
-            command, cwd=root, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=LONGEST_S, check=False
-        )
-    if done.returncode not in (0, 1) or not outcomes.exists():
-        raise RuntimeError(f"pytest ended with exit code {done.returncode}: see {log}")
+    with log.open("wb") as file:
+        if ADDRESS in environment:  # with vLLM imported
+            status = ForkedCommand(command, environment, file, file, root).wait(LONGEST_S)
+        else:
+            status = subprocess.run(
+                command, cwd=root, env=environment, stdout=file, stderr=file, timeout=LONGEST_S, check=False
+            ).returncode
+    if status not in (0, 1) or not outcomes.exists():
+        raise RuntimeError(f"pytest ended with exit code {status}: see {log}")
     return Result(compare.read_outcomes(outcomes), time.monotonic() - started)
 
 
@@ -129,7 +134,7 @@ def main(words: list[str] | None = None) -> int:
         "--files", nargs="+", help="Of vLLM's tests/v1/core, or FOLDER/NAME. Default: those that use a scheduler."
     )
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="As of pytest. Default: all tests.")
-    parser.add_argument("--folder", type=Path, default=Path(sys.prefix) / "vllm-tests", help="Where they are kept.")
+    parser.add_argument("--folder", type=Path, default=KEPT, help="Where they are kept.")
     parser.add_argument(
         "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="Policies at a time. Default: one per CPU core."
     )

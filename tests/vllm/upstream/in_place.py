@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ IMAGE_TOKENS = 576  # of LLaVA 1.5
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]  # ours, in a fork of a process that has imported them
+
     from vllm.engine import arg_utils
     from vllm.transformers_utils.utils import maybe_model_redirect
 
