@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ebbench.errors import UnknownNameError, UsageError
@@ -158,7 +157,10 @@ def _declared_in(kind: type) -> Mapping[str, Declared]:
 
 def check_ranges(owner: Any) -> None:
     """Raise UsageError, naming the option, for a declared number of ``owner`` out of its range, or an unknown word."""
-    for name, option, about, words in _checked(type(owner)):
+    kind = type(owner)
+    if kind not in _ranges:
+        _ranges[kind] = _ranges_of(kind)
+    for name, option, about, words in _ranges[kind]:
         value = getattr(owner, name)
         if isinstance(value, int | float):
             check_range(option, value, about)
@@ -166,8 +168,11 @@ def check_ranges(owner: Any) -> None:
             raise UnknownNameError(option, value, words)
 
 
-@cache
-def _checked(kind: type) -> tuple[tuple[str, str, Setting, tuple[Any, ...]], ...]:
+_Range = tuple[str, str, Setting, tuple[Any, ...]]
+_ranges: dict[type, tuple[_Range, ...]] = {}
+
+
+def _ranges_of(kind: type) -> tuple[_Range, ...]:
     """Name, option, range and words of each setting that :func:`check_ranges` looks at."""
     return tuple(
         (

@@ -89,9 +89,8 @@ class Run:
     def column_names(self, name: TableName) -> Sequence[str]:
         """The columns that a table has; some exist only where a run uses them. Raises DataError if it is damaged."""
         in_memory = self.tables.get(name)
-        if in_memory is not None:
-            return in_memory.column_names
-        return files.read_footer(self.path / f"{name}.parquet")[0].names
+        stored = files.read_footer(self.path / f"{name}.parquet")[0] if in_memory is None else in_memory.schema
+        return list(stored.names)
 
     @property
     def requests(self) -> pa.Table:
