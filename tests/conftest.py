@@ -1,16 +1,20 @@
 """Settings of all tests: Hypothesis deadlines and the order of the files; how vLLM servers start their processes."""
 
 import os
+import shlex
 import signal
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
 from tests.vllm import forking as forking_plugin
-from tests.vllm.forked_command import ADDRESS
+from tests.vllm.forked_command import ADDRESS, started
 
 # A machine may be slow: no property test fails for the time that one example takes. `make nightly` tries more examples.
 settings.register_profile("untimed", deadline=None)
@@ -80,6 +84,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(LONGEST)))
 
 
+def pytest_runtest_setup() -> None:
+    """Commands of a test are the first of their process: no line of progress is due since one of another test."""
+    if live := sys.modules.get("ebbench.render.live"):
+        live._Lines.last_s = time.monotonic()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Processes of pytest get whole files (``--dist loadfile``), of the files in APART single tests."""
@@ -95,6 +105,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_worker() -> Iterator[None]:
+    """Commands in this process start no pools of their own accord: a worker spends a second on its imports, and the
+    other processor runs other tests. What pools do is tested where they are asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ebbench.runs.pool.usable_processors", lambda: 1)
+        yield
+
+
+@pytest.fixture
+def fewer_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans simulate a quarter of their sessions, which is enough for loads far from those that one replica carries."""
+    monkeypatch.setattr("ebbench.sizing.candidates.SESSIONS", 500)
+
+
 @pytest.fixture(scope="session")
 def forking_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A PYTHONPATH under which vLLM servers fork their processes: see tests/vllm/forking.py."""
@@ -107,6 +132,13 @@ def template_place(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder that all processes of pytest share: see tests/vllm/forked_command.py."""
     own = tmp_path_factory.getbasetemp()
     return str(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
+
+
+@pytest.fixture(scope="session")
+def warm_python(template_place: str) -> str:
+    """Words of a shell that run Python as a fork of a process which has imported ebbench."""
+    name = started(Path(template_place), os.environ, "ebbench")
+    return shlex.join([sys.executable, "-I", "-S", str(Path(forking_plugin.__file__).with_name("shim.py")), name])
 
 
 @pytest.fixture(scope="module")

@@ -360,9 +360,8 @@ def _measured_by(run: Run, slo: Slo | None) -> tuple[Slo, RequestColumns, tuple[
 
 def metric_columns(run: Run) -> pa.Table:
     """The columns of a run's requests that the metrics read."""
-    return run.table(
-        "requests", [*NEEDED, *(name for name in REQUESTS_EXTRAS.names if run.has_column("requests", name))]
-    )
+    stored = run.column_names("requests")
+    return run.table("requests", [*NEEDED, *(name for name in REQUESTS_EXTRAS.names if name in stored)])
 
 
 def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:

@@ -157,13 +157,32 @@ def _declared_in(kind: type) -> Mapping[str, Declared]:
 
 def check_ranges(owner: Any) -> None:
     """Raise UsageError, naming the option, for a declared number of ``owner`` out of its range, or an unknown word."""
-    for declared in declared_in(type(owner)).values():
-        value = getattr(owner, declared.name)
-        option = next(name for name in declared.option_names if name.startswith("--"))
+    kind = type(owner)
+    if kind not in _ranges:
+        _ranges[kind] = _ranges_of(kind)
+    for name, option, about, words in _ranges[kind]:
+        value = getattr(owner, name)
         if isinstance(value, int | float):
-            check_range(option, value, declared.about)
-        elif get_origin(declared.kind) is Literal and value not in get_args(declared.kind):
-            raise UnknownNameError(option, value, get_args(declared.kind))
+            check_range(option, value, about)
+        elif words and value not in words:
+            raise UnknownNameError(option, value, words)
+
+
+_Range = tuple[str, str, Setting, tuple[Any, ...]]
+_ranges: dict[type, tuple[_Range, ...]] = {}
+
+
+def _ranges_of(kind: type) -> tuple[_Range, ...]:
+    """Name, option, range and words of each setting that :func:`check_ranges` looks at."""
+    return tuple(
+        (
+            declared.name,
+            next(name for name in declared.option_names if name.startswith("--")),
+            declared.about,
+            get_args(declared.kind) if get_origin(declared.kind) is Literal else (),
+        )
+        for declared in declared_in(kind).values()
+    )
 
 
 def _default(member: Field[Any]) -> Any:

@@ -6,7 +6,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -331,6 +331,7 @@ def surfaces(profile: DeviceProfile, mixer: Mixer, kv_dtype: str) -> tuple[Surfa
     return replace(own, increment=own.decode * (lender[0].increment / lender[0].decode)), warnings
 
 
+@lru_cache(maxsize=16)  # each 2 MB
 def _own_surfaces(
     device: str, wanted: Heads, kv_dtype: str, bandwidth: float
 ) -> tuple[Surfaces, tuple[RunWarning, ...]] | None:
@@ -433,7 +434,8 @@ def _from_joint(device: str, key: dict[str, int | str], batched: dict[tuple[int,
     rows = _rows("mixed", ("chunk", "before", "seqs", "context"), device, key)
     contexts = sorted({k for (_, _, s, k) in rows if s})
     lone = {c: rows[c, 0, 0, 0] for c in CHUNKS}
-    slopes = {c: _context_slope(rows, c) for c in CHUNKS}
+    chunks = {(c, b): t for (c, b, s, _), t in rows.items() if not s}
+    slopes = {c: _context_slope(chunks, c) for c in CHUNKS}
     per_pair = slopes[CHUNKS[-1]] / CHUNKS[-1]
     longer = {chunk: t for (seqs, chunk), t in batched.items() if seqs == 1 and chunk > CHUNKS[-1]}
     first = _by_length({**lone, **longer}, per_pair)
@@ -443,9 +445,9 @@ def _from_joint(device: str, key: dict[str, int | str], batched: dict[tuple[int,
     return Surfaces(first, first_context, following, next_context, decode, _increment_surface(rows, contexts))
 
 
-def _context_slope(rows: dict[tuple[int, ...], float], chunk: int) -> float:
+def _context_slope(times: dict[tuple[int, int], float], chunk: int) -> float:
     """Time (s) per cached token before a single chunk: least squares over all measured contexts."""
-    points = sorted((b, t) for (c, b, s, _), t in rows.items() if c == chunk and not s)
+    points = sorted((before, t) for (c, before), t in times.items() if c == chunk)
     x, y = np.array(points).T
     return max(float(np.polyfit(x, y, 1)[0]), 0.0)
 
@@ -457,10 +459,10 @@ def _decode_surface(rows: dict[tuple[int, int], float], contexts: list[int]) -> 
     last = seqs[-1]
     fixed = (table[-1, 0] - table[-2, 0]) / (last - seqs[-2])
     out = np.empty((len(SEQS), len(CONTEXTS)))
+    measured = _between(seqs, table)
     for i, n in enumerate(SEQS):
         if n <= last:
-            column = np.array([np.interp(n, seqs, table[:, j]) for j in range(len(contexts))])
-            out[i] = _along(CONTEXTS, contexts, column)
+            out[i] = _along(CONTEXTS, contexts, measured[i])
         else:
             streamed = (_along(CONTEXTS, contexts, table[-1]) - table[-1, 0]) * (n / last)
             out[i] = table[-1, 0] + fixed * (n - last) + np.maximum(streamed, 0.0)
@@ -477,14 +479,19 @@ def _increment_surface(rows: dict[tuple[int, ...], float], contexts: list[int]) 
             table = np.array([[rows[chunk, before, s, k] - alone for k in contexts] for s in seqs])
             table = increasing(np.maximum(table, 0.0), 0, 1)
             per_seq = table[-1, 0] / MIXED_SEQS
+            measured = _between(seqs, table)
             for i, n in enumerate(SEQS):
                 if n <= MIXED_SEQS:
-                    column = np.array([np.interp(n, seqs, table[:, j]) for j in range(len(contexts))])
-                    out[a, b, i] = _along(CONTEXTS, contexts, column)
+                    out[a, b, i] = _along(CONTEXTS, contexts, measured[i])
                 else:
                     mean = np.array(CONTEXTS) * (n / MIXED_SEQS)
                     out[a, b, i] = _along(mean, contexts, table[-1]) + per_seq * (n - MIXED_SEQS)
     return out
+
+
+def _between(seqs: list[int], table: Array) -> Array:
+    """The rows of ``table``, which are at ``seqs``, interpolated to SEQS."""
+    return np.stack([np.interp(SEQS, seqs, column) for column in table.T], axis=1)
 
 
 def _along(x: object, points: list[int], values: Array) -> Array:

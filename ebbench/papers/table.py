@@ -116,12 +116,13 @@ class _Asking(RunStore):
     """Runs of another store, of which it keeps what was asked for; without one, no run has been made."""
 
     def __init__(self, store: RunStore | None = None) -> None:
-        self._store, self.cells = store, dict[RunSpec, None]()
+        self._store, self.cells = store, dict[RunSpec, Measured | None]()
 
     def get(self, cell: RunSpec) -> Measured | None:
-        """The run of that store."""
-        self.cells[cell] = None
-        return None if self._store is None else self._store.get(cell)
+        """The run of that store, which is looked for once: a table asks for each of its figures."""
+        if cell not in self.cells:
+            self.cells[cell] = None if self._store is None else self._store.get(cell)
+        return self.cells[cell]
 
 
 @dataclass(frozen=True)

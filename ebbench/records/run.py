@@ -86,15 +86,11 @@ class Run:
                 raise DataError(f"{path}: column {column.name} has rows without a value; rewritten?")
         return table
 
-    def has_column(self, name: TableName, column: str) -> bool:
-        """Whether a table has a column; some exist only where a run uses them."""
+    def column_names(self, name: TableName) -> Sequence[str]:
+        """The columns that a table has; some exist only where a run uses them. Raises DataError if it is damaged."""
         in_memory = self.tables.get(name)
-        names = (
-            in_memory.column_names
-            if in_memory is not None
-            else files.read_footer(self.path / f"{name}.parquet")[0].names
-        )
-        return column in names
+        stored = files.read_footer(self.path / f"{name}.parquet")[0] if in_memory is None else in_memory.schema
+        return list(stored.names)
 
     @property
     def requests(self) -> pa.Table:

@@ -89,7 +89,7 @@ class Processes:
 
     def __init__(self, workers: int | None = None) -> None:
         check_counts(workers=workers)
-        self.workers = workers or len(os.sched_getaffinity(0))
+        self.workers = workers or usable_processors()
 
     def outcomes(self, job: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, Outcome[R]]]:
         """Run the jobs."""
@@ -170,10 +170,15 @@ def _stop(pool: ProcessPoolExecutor) -> None:
         manager.join()
 
 
+def usable_processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def make_pool(workers: int | None, jobs: int) -> Pool:
     """A pool for so many jobs that need one core each; with one worker or one job, this process."""
     check_counts(workers=workers)
-    count = min(workers or len(os.sched_getaffinity(0)), jobs)
+    count = min(workers or usable_processors(), jobs)
     return InProcess() if count <= 1 else Processes(count)
 
 

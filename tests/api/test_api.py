@@ -233,9 +233,17 @@ def test_capacity_is_that_of_the_command_and_keeps_no_probes() -> None:
     assert not Path(found.rows[0]["nearest_run_dir"]).exists()
 
 
+@pytest.mark.usefixtures("fewer_sessions")
 def test_a_plan_names_the_cheapest_deployment() -> None:
     found = eb.plan(
-        "balanced", request_rate=1, goodput="ttft:5000 tpot:200", device="h200", tp=1, policies="v1", workers=1
+        "balanced",
+        request_rate=1,
+        goodput="ttft:5000 tpot:200",
+        device="h200",
+        tp=1,
+        policies="v1",
+        max_num_seqs=16,
+        workers=1,
     )
     assert found.best is not None
     assert found.to_arrow().to_pylist()[0]["replicas"] == found.best.deployment.replicas

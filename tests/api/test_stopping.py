@@ -16,7 +16,7 @@ import ebbench as eb
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.process import FakeServerProcess
 
-ENDLESS: dict[str, Any] = {"source": "profile", "num_prompts": 400_000, "max_concurrency": 512, "policies": "v1"}
+ENDLESS: dict[str, Any] = {"source": "profile", "num_prompts": 60_000, "max_concurrency": 512, "policies": "v1"}
 OVER_HTTP: dict[str, Any] = {
     "source": "profile", "output_len": 3, "request_rate": 50.0, "lag_limit_ms": 60_000.0, "num_prompts": 10,
 }  # fmt: skip
@@ -82,7 +82,7 @@ def test_a_cancelled_run_stops_and_is_kept(over_http: bool) -> None:
         return kept(stopped.value)
 
     with FakeServerProcess(FakeConfig()) as server:
-        endless = {**OVER_HTTP, "engine": server.url, "num_prompts": 100_000} if over_http else ENDLESS
+        endless = {**OVER_HTTP, "engine": server.url, "num_prompts": 10_000} if over_http else ENDLESS
         runs = asyncio.run(cancelled(endless))
     [result] = runs
     assert result.summary.interrupted
@@ -104,7 +104,8 @@ def test_a_cancelled_plan_stops_amid_its_simulations(workers: int) -> None:
         task = asyncio.create_task(
             eb.plan_async(
                 "sharegpt", source="profile", request_rate=3000.0, goodput="ttft:500 tpot:50", device="h200",
-                tp=[1, 2], policies="v1", workers=workers, progress=lambda e: loop.call_soon_threadsafe(progress, e),
+                tp=[1, 2], policies="v1", max_num_seqs=16, workers=workers,
+                progress=lambda event: loop.call_soon_threadsafe(progress, event),
             )
         )  # fmt: skip
         with pytest.raises(asyncio.CancelledError):
@@ -127,7 +128,7 @@ def test_a_part_of_a_simulation_is_no_plan() -> None:
         with pytest.raises(KeyboardInterrupt):
             eb.plan(
                 "sharegpt", source="profile", request_rate=3000.0, goodput="ttft:500 tpot:50", device="h200",
-                tp=[1, 2], policies="v1", workers=1, progress=progress,
+                tp=[1, 2], policies="v1", max_num_seqs=16, workers=1, progress=progress,
             )  # fmt: skip
     finally:
         signal.signal(signal.SIGINT, before)
@@ -148,7 +149,7 @@ def test_ctrl_c_keeps_what_was_measured() -> None:
 def test_ctrl_c_reaches_a_run_over_http_inside_a_running_loop() -> None:
     async def notebook(url: str) -> eb.Runs:
         progress = begun(lambda: os.kill(os.getpid(), signal.SIGINT))
-        settings = {**OVER_HTTP, "num_prompts": 100_000}
+        settings = {**OVER_HTTP, "num_prompts": 10_000}
         with pytest.raises(KeyboardInterrupt) as stopped:
             eb.run("sharegpt", engine=url, progress=progress, **settings)
         return kept(stopped.value)

@@ -17,7 +17,7 @@ SMALL = ["sharegpt", "--source", "profile", "--device", "h200", "--model", "gemm
 @pytest.fixture(autouse=True)
 def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of a plan's sessions: enough for these loads, which lie far from one replica's."""
-    monkeypatch.setattr("ebbench.sizing.candidates.SESSIONS", 500)
+    monkeypatch.setattr("ebbench.sizing.candidates.SESSIONS", 250)
 
 
 def printed(*arguments: str) -> str:
@@ -28,13 +28,13 @@ def printed(*arguments: str) -> str:
 
 
 def capacity(folder: Path, *options: str) -> str:
-    limits = ("--num-prompts", "300", "--policy", "v1", "--output-dir", str(folder))
+    limits = ("--num-prompts", "200", "--policy", "v1", "--output-dir", str(folder))
     probes = () if "--max-probes" in options else ("--max-probes", "5")
     return printed("capacity", *SMALL, *limits, *probes, *options)
 
 
 def plan(*options: str) -> str:
-    return printed("plan", *SMALL, "--tp", "1", "--policy", "v1", "--max-num-seqs", "256", *options)
+    return printed("plan", *SMALL, "--tp", "1", "--policy", "v1", "--max-num-seqs", "128", *options)
 
 
 def test_probes_that_keep_the_api_server_busy_have_it(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_count_of_processes_that_are_left_out_is_refused() -> None:
 
 def test_advice_simulates_the_api_server_that_would_be_busy(tmp_path: Path) -> None:
     def advice(*options: str) -> str:
-        load = ("--num-prompts", "200", "--seeds", "1", "--no-crossover")
+        load = ("--num-prompts", "100", "--seeds", "1", "--no-crossover")
         asked = ("advise", *SMALL[:-2], "--policy", "v1", "--policy", "eb", *load, "--runs", str(tmp_path))
         concurrency = () if "--max-concurrency" in options else ("--max-concurrency", "64")
         return printed(*asked, *concurrency, *options)

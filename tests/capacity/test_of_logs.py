@@ -29,12 +29,6 @@ def poisson(n: int, rate: float = 2.0) -> Any:
     return np.random.default_rng(5).exponential(1 / rate, n)
 
 
-@pytest.fixture
-def fewer_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of a plan's sessions, still several times those of the short log."""
-    monkeypatch.setattr("ebbench.sizing.candidates.SESSIONS", 500)
-
-
 def call(*arguments: str) -> str:
     done = CliRunner().invoke(app, list(arguments))
     assert done.exit_code == 0, done.output
@@ -56,9 +50,9 @@ def test_a_log_shorter_than_a_probe_has_its_traffics_capacity(short: str, tmp_pa
     assert "800 to" in found["warnings"][1] or "800 sessions" in found["warnings"][1]
     assert "taken from a log of 80: it is read again, each time with new contents" in found["warnings"][1]
     rate = f"{found['low']:.4g}"
-    run = f"{SERVER} --scenario poisson --request-rate {rate} -n 8000 --seed 77 --goodput ttft:400 --json -o".split()
+    run = f"{SERVER} --scenario poisson --request-rate {rate} -n 4000 --seed 77 --goodput ttft:400 --json -o".split()
     (whole,) = json.loads(call("run", short, *run, str(tmp_path / "run")))
-    assert whole["planned"] == 8000
+    assert whole["planned"] == 4000
     assert whole["slo_attainment"] >= 0.93
 
 
@@ -117,6 +111,7 @@ def test_a_plan_of_a_short_log_is_that_of_a_long_one(short: str, tmp_path: Path)
     assert planned["deployments"][0]["whole"]["met"]
 
 
+@pytest.mark.usefixtures("fewer_sessions")
 def test_a_plan_can_be_of_the_recorded_arrivals(tmp_path: Path) -> None:
     """64 at once and then a pause: more replicas of 16 sequences than Poisson arrivals of the same rate need."""
     log = log_of(tmp_path / "bursts.csv", np.tile([*[0.001] * 63, 8.0], 8))

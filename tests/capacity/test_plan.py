@@ -120,7 +120,7 @@ def test_the_saturated_rate_bounds_what_any_load_within_limits_completes() -> No
 @pytest.mark.parametrize("too_many", [1, *(pytest.param(count, marks=pytest.mark.nightly) for count in (0, 2))])
 def test_a_deployment_has_the_fewest_replicas_that_meet_the_limits(too_many: int) -> None:
     """One replica with a random stream of its own needs four; a dispatcher that knows the loads needs three."""
-    load = demand(20.0, sessions=500)
+    load = demand(20.0, sessions=300)
     fewest = bound(SMALL).first(load)
     sized = size(load, SMALL, fewest, 200).replicas
     replicas, found = stress(load, SMALL, sized + too_many, fewest)
@@ -183,11 +183,11 @@ def test_headroom_and_spare_replicas_are_carried_by_all_and_by_those_left(
 
 
 def test_a_spare_replica_is_one_more_and_headroom_is_carried_whole() -> None:
-    replicas, found = stress(demand(20.0, sessions=500, spare=1), SMALL, 4, 1)
+    replicas, found = stress(demand(20.0, sessions=300, spare=1), SMALL, 4, 1)
     assert replicas == 4
     assert found.lost is not None
     assert found.lost.met
-    replicas, found = stress(demand(20.0, sessions=500, headroom=0.4), SMALL, 3, 1)
+    replicas, found = stress(demand(20.0, sessions=300, headroom=0.4), SMALL, 3, 1)
     assert replicas == 4
     assert found.with_headroom.met
 

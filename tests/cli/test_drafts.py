@@ -122,6 +122,7 @@ def test_a_sweep_refuses_drafts_that_the_model_cannot_make(tmp_path: Path) -> No
     assert not (tmp_path / "cells").exists()
 
 
+@pytest.mark.usefixtures("fewer_sessions")
 def test_a_plan_prices_the_drafts_in(tmp_path: Path) -> None:
     load = "--request-rate 20 --input-len 200 --output-len 30 --max-num-seqs 16 --goodput tpot:50"
     common = ("plan", *SERVER, *load.split(), "--tp", "1", "-p", "v1", "--json")

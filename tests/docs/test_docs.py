@@ -33,6 +33,10 @@ PAGES = (
 )  # fmt: skip
 _BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SHELL = re.compile(r"[|&;<>$()]")
+_BACKGROUND = re.compile(r" &$|<<", re.MULTILINE)
+_PROMPTS = re.compile(r"(--num-prompts|-n) (\d+)")
+MOST_PROMPTS = 120
+"""Requests of a run here: how the commands of a page work together does not depend on it."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def blocks(page: str) -> list[Block]:
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -> Path:
     """An empty directory, with `ebbench` and `python` being this installation's.
 
     The client of `ebbench run` over HTTP may fall far behind its schedule: the machine may be busy.
@@ -64,12 +68,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shims = tmp_path / "shims"
     shims.mkdir()
     patient = 'case "$*" in *--lag-limit-ms*) ;; run*http://*) set -- "$@" --lag-limit-ms 60000 ;; esac'
-    for name, first, words in (
-        ("ebbench", patient, "-c 'from ebbench.cli.main import run; run()'"),
-        ("python", "", ""),
-    ):
+    for name, first, words in (("ebbench", patient, "-m ebbench"), ("python", "", "")):
         shim = shims / name
-        shim.write_text(f'#!/bin/sh\n{first}\nexec {shlex.quote(sys.executable)} {words} "$@"\n')
+        shim.write_text(f'#!/bin/sh\n{first}\nexec {warm_python} {words} "$@"\n')
         shim.chmod(0o755)
     place = tmp_path / "work"
     place.mkdir()
@@ -80,19 +81,20 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-def run(block: Block) -> None:
-    """Run a block and assert that it succeeds.
+def run(block: Block, most_prompts: int | None = None) -> None:
+    """Run a block, its runs with at most so many requests, and assert that it succeeds.
 
-    Plain `ebbench` lines run in this process, which is quicker; the rest in a shell.
+    Plain `ebbench` lines run in this process, which is quicker; others in a shell, all of them in one where a line
+    starts something in the background.
     """
-    plain = all(line.startswith("ebbench ") and not _SHELL.search(line) for line in _without_quotes(block))
-    if not plain:
-        status, said = _in_a_shell(block.text)
-        assert status == 0, f"{block.text}\n{said}"
-        return
-    for line in block.commands:
-        done = CliRunner().invoke(main.app, shlex.split(line)[1:])
-        assert done.exit_code == 0, f"{line}\n{done.output}"
+    for part in [block.text] if _BACKGROUND.search(block.text) else block.commands:
+        text = _PROMPTS.sub(lambda given: f"{given[1]} {min(int(given[2]), most_prompts or int(given[2]))}", part)
+        if text.startswith("ebbench ") and not _SHELL.search(re.sub(r"\"[^\"]*\"", '""', text)):
+            done = CliRunner().invoke(main.app, shlex.split(text)[1:])
+            status, said = done.exit_code, done.output
+        else:
+            status, said = _in_a_shell(text)
+        assert status == 0, f"{text}\n{said}"
 
 
 def _in_a_shell(text: str) -> tuple[int, str]:
@@ -107,10 +109,6 @@ def _in_a_shell(text: str) -> tuple[int, str]:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
     return process.returncode, said
-
-
-def _without_quotes(block: Block) -> list[str]:
-    return [re.sub(r"\"[^\"]*\"", '""', line) for line in block.commands]
 
 
 def prepare(block: Block) -> bool:
@@ -133,7 +131,7 @@ def test_commands_of(page: str, workplace: Path) -> None:
         elif block.language == "bash" and block.word in ("gpu", "long"):
             run(block) if block.word == "gpu" and _gpu_visible() else parse(block)
         elif block.language == "bash" and not block.word:
-            run(block)
+            run(block, MOST_PROMPTS)
         else:
             assert block.word in ("vllm", "cluster"), f"{page}: what is a block `{block.language} {block.word}`?"
     assert done or page == "README", f"{page} shows no command: is a fence written in another way?"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree as Xml
@@ -189,7 +189,7 @@ def test_bad_usage_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     done = invoke("gate", *arguments)
-    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.stderr
     assert message in done.stderr
 
 
@@ -197,9 +197,8 @@ def test_sides_alternate_in_abba_order() -> None:
     assert list(abba(3)) == [(0, 0), (0, 1), (1, 1), (1, 0), (2, 0), (2, 1)]
 
 
-def test_pairs_are_measured_back_and_forth_and_never_twice(tmp_path: Path) -> None:
-    words = (sys.executable, "-c", "from ebbench.cli.main import run; run()", *SMALL, "--policy", "v1")
-    command = subprocess.list2cmdline(words).replace('"', "'") + " --seed {seed} --output-dir {out}"
+def test_pairs_are_measured_back_and_forth_and_never_twice(tmp_path: Path, warm_python: str) -> None:
+    command = f"{warm_python} -m ebbench {shlex.join(SMALL)} --policy v1 --seed {{seed}} --output-dir {{out}}"
     arguments = (
         "gate", tmp_path / "a", tmp_path / "b", "--pairs", 2, "--seed", 4, "--baseline-command", command,
         "--candidate-command", command,

@@ -68,21 +68,23 @@ def page_at(url: str, **headers: str) -> tuple[str, str | None]:
 
 def test_the_page_grows_with_the_measurement_and_ends_with_it(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with measuring(folder, 600) as run, watching(folder) as (watch, url):
+    with measuring(folder, 300) as run, watching(folder) as (watch, url):
         page, refresh = page_at(url)
         while "Still running: run." not in page and run.poll() is None:
+            time.sleep(0.2)
             page, refresh = page_at(url)
-        assert re.search(r"[\d,]+ of 600 requests have ended", page)
+        assert re.search(r"[\d,]+ of 300 requests have ended", page)
         assert "INVALID v1" not in page
         assert refresh == "5"
         assert run.wait(120) == 0
         while refresh is not None:  # the watcher looks now and then whether the run has ended
+            time.sleep(0.5)
             page, refresh = page_at(url)
         assert "Still running" not in page
         _, said = watch.communicate(timeout=60)
         assert "the measurement has ended" in said
         assert watch.returncode == 0
-    assert Run.load(folder).requests.num_rows == 600
+    assert Run.load(folder).requests.num_rows == 300
 
 
 def test_ctrl_c_stops_watching_and_not_the_measurement(tmp_path: Path) -> None:

@@ -52,12 +52,21 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
     return Tree({"ebbench": top / "ebbench", "vllm_eb": top / "patches/vllm_eb"}, data)
 
 
-def determining(tree: Tree) -> list[Path]:
-    data = [path for folder in tree.data for path in folder.rglob("*") if path.is_file()]
-    return [*(path for path, _ in source_files(tree, ENTRIES, FileCache()).values()), *data]
+@pytest.fixture(scope="module")
+def known(tree: Tree) -> FileCache:
+    """What is known of the files of the copy, which are read once for all tests."""
+    cache = FileCache()
+    fingerprint(tree, ENTRIES, cache)
+    return cache
 
 
-def test_every_file_that_a_run_uses_is_part_of_the_fingerprint(tree: Tree) -> None:
+def digests(tree: Tree, known: FileCache) -> dict[Path, str]:
+    """Hashes of all files that determine a result."""
+    data = {Path(path): known.facts(path, stat).digest for _, path, stat in tree.data_files()}
+    return dict(source_files(tree, ENTRIES, known).values()) | data
+
+
+def test_every_file_that_a_run_uses_is_part_of_the_fingerprint(tree: Tree, known: FileCache) -> None:
     """Oracle: what Python imported and opened in a process of its own."""
     done = subprocess.run([sys.executable, "-c", USED], capture_output=True, text=True, check=True, cwd=ROOT)
     installed = ("__pycache__", "site-packages", f"{Path(sys.prefix).name}/")  # an environment may lie in the checkout
@@ -66,40 +75,50 @@ def test_every_file_that_a_run_uses_is_part_of_the_fingerprint(tree: Tree) -> No
     kinds = (".py", ".toml", ".csv", ".parquet")
     used = {str(Path(path).relative_to(ROOT)) for path in ours if Path(path).suffix in kinds}
     top = tree.packages["ebbench"].parent
-    covered = {str(path.relative_to(top)) for path in determining(tree)}
+    covered = {str(path.relative_to(top)) for path in digests(tree, known)}
     assert len(used) > 100
     assert used <= covered
 
 
-def test_a_changed_byte_in_any_determining_file_changes_it(tree: Tree) -> None:
-    known = FileCache()
-    before = fingerprint(tree, ENTRIES, known)
-    assert before == fingerprint(tree, ENTRIES, FileCache())
-    for path in determining(tree):
-        content = path.read_bytes()
-        path.write_bytes(content + (b"#" if path.suffix == ".py" else b"\n"))
-        assert fingerprint(tree, ENTRIES, known) != before, path
+def test_a_changed_byte_in_any_determining_file_changes_it(tree: Tree, known: FileCache) -> None:
+    whole, before = fingerprint(tree, ENTRIES, known), digests(tree, known)
+    assert whole == fingerprint(tree, ENTRIES, FileCache())
+    contents = {path: path.read_bytes() for path in before}
+    kinds = {path.suffix: path for path in before}
+    assert kinds.keys() >= {".py", ".toml", ".csv", ".parquet"}
+    for path in (*kinds.values(), tree.packages["ebbench"] / "engines" / "sim.py"):
+        path.write_bytes(contents[path] + b"\n")
+        assert fingerprint(tree, ENTRIES, known) != whole, path
+        path.write_bytes(contents[path])
+        os.utime(path, (1e9, 1e9))
+    for path, content in contents.items():
+        path.write_bytes(content + b"\n")
+    after = digests(tree, known)
+    for path, content in contents.items():
         path.write_bytes(content)
         os.utime(path, (1e9, 1e9))
-    assert fingerprint(tree, ENTRIES, known) == before
+    assert after.keys() == before.keys()
+    assert [path for path in before if after[path] == before[path]] == []
+    assert fingerprint(tree, ENTRIES, known) == whole
 
 
 @pytest.mark.parametrize(
     "name", ["render/tables.py", "cli/run.py", "report/page.py", "papers/published.py", "client/stream_messages.py"]
 )
-def test_files_that_determine_no_simulated_result_leave_it(tree: Tree, name: str) -> None:
-    before = fingerprint(tree, ENTRIES, FileCache())
+def test_files_that_determine_no_simulated_result_leave_it(tree: Tree, known: FileCache, name: str) -> None:
+    before = fingerprint(tree, ENTRIES, known)
     path = tree.packages["ebbench"] / name
     content = path.read_bytes()
     path.write_bytes(content + b"#")
-    assert fingerprint(tree, ENTRIES, FileCache()) == before
+    assert fingerprint(tree, ENTRIES, known) == before
     path.write_bytes(content)
+    os.utime(path, (1e9, 1e9))
 
 
-def test_the_fingerprint_of_a_server_run_covers_the_client(tree: Tree) -> None:
-    files = source_files(tree, (*MAKE, *ENGINE_MODULES["endpoint"]), FileCache())
+def test_the_fingerprint_of_a_server_run_covers_the_client(tree: Tree, known: FileCache) -> None:
+    files = source_files(tree, (*MAKE, *ENGINE_MODULES["endpoint"]), known)
     assert {"ebbench.client.stream_messages", "ebbench.client.worker"} <= set(files)
-    assert "vllm_eb.scheduler" in source_files(tree, (*MAKE, *ENGINE_MODULES["emulated"]), FileCache())
+    assert "vllm_eb.scheduler" in source_files(tree, (*MAKE, *ENGINE_MODULES["emulated"]), known)
 
 
 def test_imports_in_functions_count_and_those_for_type_checkers_do_not() -> None:
@@ -124,15 +143,15 @@ def f():
 def test_a_cache_on_disk_is_used_and_a_damaged_one_is_not(
     tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "cache" / "code.json"
+    path, few = tmp_path / "cache" / "code.json", ("ebbench.records.schema",)
     cold = FileCache(path)
-    before = fingerprint(tree, ENTRIES, cold)
+    before = fingerprint(tree, few, cold)
     cold.save()
     with monkeypatch.context() as patch:
         patch.setattr(key, "imported_modules", lambda *args, **kwargs: pytest.fail("read again"))
-        assert fingerprint(tree, ENTRIES, FileCache(path)) == before
+        assert fingerprint(tree, few, FileCache(path)) == before
     path.write_text("{")
-    assert fingerprint(tree, ENTRIES, FileCache(path)) == before
+    assert fingerprint(tree, few, FileCache(path)) == before
 
 
 def test_each_installation_has_a_cache_of_its_own(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Python commands forked from a process that has imported vLLM: the client of :mod:`tests.vllm.template`."""
+"""Python commands forked from a process that has imported what they need: the client of :mod:`tests.vllm.template`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from typing import IO
 ADDRESS = "VLLM_TEMPLATE"
 """Environment variable with a folder that all processes of pytest share. Without it every command is started anew."""
 LISTENS_S = 120.0
-_opened: list[object] = []
-"""The connection that keeps the template running until this process ends, and the template if started here."""
+_opened: dict[str, object] = {}
+"""Connections that keep templates running until this process ends, and the processes started here, by name."""
 
 
 class ForkedCommand:
@@ -28,12 +28,11 @@ class ForkedCommand:
     def __init__(
         self, words: list[str], environment: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes], folder: Path
     ) -> None:
-        place = Path(environment[ADDRESS])
-        _started(place, environment)
-        self._connection = _connected(place)
+        self._connection = _connected(started(Path(environment[ADDRESS]), environment, "vllm"))
         message = {"words": words, "environment": dict(environment), "folder": str(folder)}
-        descriptors = [stdout.fileno(), stderr.fileno()]
-        socket.send_fds(self._connection, [json.dumps(message).encode()], descriptors)
+        with Path(os.devnull).open() as stdin:
+            descriptors = [stdin.fileno(), stdout.fileno(), stderr.fileno()]
+            socket.send_fds(self._connection, [json.dumps(message).encode()], descriptors)
         self.pid = int(json.loads(self._connection.recv(100)))
         self.returncode: int | None = None
 
@@ -65,32 +64,33 @@ class ForkedCommand:
             os.kill(self.pid, number)
 
 
-def _name(place: Path) -> str:
+def _name(place: Path, kind: str) -> str:
     """The abstract socket of a folder: its length is limited, that of the folder is not."""
-    return "ebbench-tests-" + hashlib.sha256(str(place).encode()).hexdigest()[:32]
+    return "ebbench-tests-" + hashlib.sha256(f"{place} {kind}".encode()).hexdigest()[:32]
 
 
-def _connected(place: Path) -> socket.socket:
+def _connected(name: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        connection.connect("\0" + _name(place))
+        connection.connect("\0" + name)
     except OSError:
         connection.close()
         raise
     return connection
 
 
-def _started(place: Path, environment: Mapping[str, str]) -> None:
-    """Start the template unless it runs; it runs until this process has ended."""
-    if _opened:
-        return
-    with (place / "template.lock").open("w") as lock, (place / "template.log").open("ab") as log:
+def started(place: Path, environment: Mapping[str, str], kind: str) -> str:
+    """Start the template of a kind unless it runs; it runs until this process has ended. Returns its name."""
+    name, said = _name(place, kind), place / f"template-{kind}.log"
+    if name in _opened:
+        return name
+    with (place / f"template-{kind}.lock").open("w") as lock, said.open("ab") as log:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            _opened.append(_connected(place))
-            return
+            _opened[name] = _connected(name)
+            return name
         except ConnectionRefusedError:
-            command = [sys.executable, "-m", "tests.vllm.template", _name(place)]
+            command = [sys.executable, "-m", "tests.vllm.template", name, kind]
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(environment),
                 cwd=Path(__file__).parents[2], start_new_session=True,
@@ -98,8 +98,8 @@ def _started(place: Path, environment: Mapping[str, str]) -> None:
         deadline = time.monotonic() + LISTENS_S
         while process.poll() is None and time.monotonic() < deadline:
             try:
-                _opened.extend([_connected(place), process])
-                return
+                _opened[name] = _connected(name), process
+                return name
             except ConnectionRefusedError:
                 time.sleep(0.05)
-        raise RuntimeError(f"the template did not come up: {(place / 'template.log').read_text(encoding='utf-8')}")
+        raise RuntimeError(f"the template did not come up: {said.read_text(encoding='utf-8')}")

@@ -5,8 +5,9 @@ through this process is a fork of it, and so are the supervisor and the server b
 :func:`become` where it would call ``exec``. Parents, children, signals, descriptors and environment are those of an
 ``exec``; only the imports have been done before.
 
-One template serves all processes of pytest. Run as ``python -m tests.vllm.template NAME``; it listens on the abstract
-Unix socket NAME and ends with the last connection. :mod:`tests.vllm.forked_command` is its client.
+One template serves all processes of pytest. Run as ``python -m tests.vllm.template NAME KIND``; it listens on the
+abstract Unix socket NAME and ends with the last connection. :mod:`tests.vllm.forked_command` is its client, and
+``tests/vllm/shim.py`` that of shell scripts.
 """
 
 from __future__ import annotations
@@ -32,10 +33,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-IMPORTED = (
-    "ebbench.cli.main", "vllm.entrypoints.cli.serve", "vllm.entrypoints.openai.api_server", "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.cpu_worker",
-)  # fmt: skip
+IMPORTED = {
+    "vllm": (
+        "ebbench.cli.main", "vllm.entrypoints.cli.serve", "vllm.entrypoints.openai.api_server", "vllm.v1.engine.core",
+        "vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.cpu_worker",
+    ),
+    "ebbench": (
+        "ebbench.cli.main", "ebbench.cli.run", "ebbench.cli.gate", "ebbench.cli.show", "ebbench.run_policies",
+        "ebbench.runs.execute", "ebbench.runs.conclude", "ebbench.engines.sim", "ebbench.engines.endpoint",
+        "ebbench.devices.loader", "ebbench.gate.interleave", "ebbench.fakeserver.server", "ebbench.client.worker",
+    ),
+}  # fmt: skip
+"""What a process of a kind has imported: the one of ``ebbench`` forks commands that start no vLLM."""
 SERVER = "ebbench.engines.vllm_cli"
 FORKED = (SERVER, "calibrate")
 """What is started as a fork, and the supervisor of it: vLLM servers, and the engine that a validation calibrates."""
@@ -63,7 +72,10 @@ def run_python(words: Sequence[str]) -> None:
     rest = list(words[1:])
     while rest[0] in ("-I", "-S", "-P"):
         rest.pop(0)
-    if rest[0] == "-m":
+    if rest[0] == "-c":
+        sys.argv = ["-c", *rest[2:]]
+        exec(compile(rest[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif rest[0] == "-m":
         sys.argv = rest[1:]
         runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
     else:
@@ -80,7 +92,8 @@ def become(words: Sequence[str], environment: Mapping[str, str], keep: Callable[
         _forget_signals()
         _forget_what_ends_with_the_parent()
         _close(keep)
-        importlib.import_module("setproctitle").setproctitle(" ".join(words))  # for /proc; vLLM brings it
+        with contextlib.suppress(ImportError):
+            importlib.import_module("setproctitle").setproctitle(" ".join(words))  # for /proc; vLLM brings it
         os.environ.clear()
         os.environ.update(environment)
         sys.path[:] = [*environment_path(environment), *_PATH]
@@ -208,7 +221,7 @@ class Template:
 
     def _read(self, connection: socket.socket) -> None:
         try:
-            message, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 2)
+            message, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
         except ConnectionResetError:  # the test has ended without reading how its command ended
             message, descriptors = b"", []
         if message:
@@ -243,23 +256,22 @@ def _tell(connection: socket.socket, number: int) -> None:
 
 
 def _run(command: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
-    """The command of a message, in a session of its own, without input."""
+    """The command of a message, a Python command, in a session of its own with these standard streams."""
     try:
         os.setsid()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(descriptors[0], 1)
-        os.dup2(descriptors[1], 2)
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
         os.chdir(command["folder"])
         become(command["words"], command["environment"], lambda _number: False)
     finally:
         os._exit(_CANNOT_START)
 
 
-def main(name: str) -> None:
+def main(name: str, kind: str) -> None:
     """Listen, import, serve."""
     template = Template(name)
     gc.disable()
-    for module in IMPORTED:
+    for module in IMPORTED[kind]:
         importlib.import_module(module)
     gc.enable()
     gc.freeze()
@@ -272,4 +284,4 @@ def main(name: str) -> None:
 
 if __name__ == "__main__":
     # As a module with a name, so that the functions above are those of one module whatever runs as __main__ later.
-    importlib.import_module("tests.vllm.template").main(sys.argv[1])
+    importlib.import_module("tests.vllm.template").main(*sys.argv[1:])
