@@ -125,7 +125,7 @@ class PolicyGate(OpenGate, SchedulerListener):
         decision = self._decided or self._controller.decide(self._view(step, coasting=True))
         if (
             decision.phase == "prefill"
-            or (decision.phase == "mixed" and admissible(self._scheduler, decision.running_limit, taken))
+            or (decision.phase == "mixed" and self._may_admit(decision.running_limit, taken))
             or (decision.token_budget is not None and decision.token_budget < len(self._scheduler.running))
         ):
             self._decided = decision
@@ -133,6 +133,11 @@ class PolicyGate(OpenGate, SchedulerListener):
         self._decided, self._preempted = None, 0
         step.mode, step.k, step.n_limit = decision.mode, decision.k, decision.n_limit
         return True
+
+    def _may_admit(self, running_limit: int, taken: int) -> bool:
+        """Whether a mixed step may admit a request: any that waits where :meth:`fill` orders the queue first."""
+        ordered = self._controller.orders_queue and bool(self._scheduler.waiting)
+        return ordered or admissible(self._scheduler, running_limit, taken)
 
     def admitted(self, row: int, cached_tokens: int, now_ns: int, *, first: bool) -> None:
         """See SchedulerListener."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -50,9 +50,17 @@ class _Watched(EmulatedEngine):
         core.scheduler.schedule = counted
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False])
-@pytest.mark.parametrize("policy", ["v1", "eb:k=6", "ebplus", "ebplus:estimator=censored", "marginal", "deferred:k=5"])
-@pytest.mark.parametrize("blocks", [4000, 130])
+def skipping_policies() -> list[Any]:
+    """Policies, asynchronous scheduling, blocks: of each two all pairs in `make test`, the rest in `make nightly`."""
+    policies = ("v1", "eb:k=6", "ebplus", "ebplus:estimator=censored", "marginal", "deferred:k=5")
+    found = []
+    for number, asynchronous, ample in itertools.product(range(len(policies)), (True, False), (True, False)):
+        marks = [] if (number + asynchronous + ample) % 2 else pytest.mark.nightly
+        found.append(pytest.param(policies[number], asynchronous, 4000 if ample else 130, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("policy", "async_scheduling", "blocks"), skipping_policies())
 def test_skipped_decodes_change_no_row(policy: str, async_scheduling: bool, blocks: int) -> None:
     plan = make_plan(Traffic(sessions=60, concurrency=40, max_input=90, max_output=150, seed=5))
     options = EngineOptions(
@@ -90,7 +98,7 @@ def test_a_follow_up_turn_finds_its_history_in_the_cache() -> None:
     plan = make_plan(Traffic(sessions=2, turns=3, max_input=200, max_output=60, seed=1))
     result = run_emulated(plan, "v1", DEVICE, replace(OPTIONS, num_kv_blocks=4000))
     rows = result.requests.to_pylist()
-    for before, after in pairwise(rows):
+    for before, after in itertools.pairwise(rows):
         if before["session"] == after["session"]:
             history = before["input_tokens"] + before["output_tokens"] - 1  # the last token is never computed
             assert after["cached_tokens"] == history // 16 * 16
