@@ -1,5 +1,6 @@
 """Settings of all tests: Hypothesis deadlines and the order of the files; how vLLM servers start their processes."""
 
+import gc
 import os
 import shlex
 import signal
@@ -82,6 +83,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files; the order within a file and of the others stays."""
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(LONGEST)))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """The million objects that it makes live to the end: they are not searched for garbage, now or later."""
+    gc.disable()
+    yield
+    gc.enable()
+    gc.freeze()
 
 
 def pytest_runtest_setup() -> None:

@@ -23,36 +23,42 @@ def chunked(end: bytes = b"0\r\n\r\n", *headers: bytes) -> bytes:
     return b"\r\n".join(lines) + b"\r\n\r\n2\r\n{}\r\n" + end
 
 
-@pytest.mark.parametrize(
-    ("request_bytes", "status"),
-    [
-        (post(host=b""), 400),
-        (post(b"host: y"), 400),
-        (b"POST /v1/completions HTTP/1.0\r\ncontent-length: 2\r\n\r\n{}", 200),
-        (post(CHUNKED), 400),
-        (post(b"content-length: 3"), 400),
-        (chunked(b"0\r\n\r\n", b"transfer-encoding: gzip, chunked"), 400),
-        (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", 501),
-        (post(b"x: " + LONG), 431),
-        (post(*(b"x%d: a" % i for i in range(20_000))), 431),
-        (post(path=b"/" + LONG), 431),
-        (chunked(b"0\r\nx: " + LONG * 4 + b"\r\n\r\n"), 431),
-        (chunked(), 200),
-        (b"CONNECT elsewhere:443 HTTP/1.1\r\nhost: x\r\n\r\n", 400),
-        (b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n", 200),
-        (post(body=b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), 200),
-        (post(body=b'{"prompt":"a","max_tokens":-99999999999999999999999}'), 200),
-    ],
-)
-def test_each_request_gets_the_status_it_deserves(request_bytes: bytes, status: int) -> None:
+ASKED = [
+    (post(host=b""), 400),
+    (post(b"host: y"), 400),
+    (b"POST /v1/completions HTTP/1.0\r\ncontent-length: 2\r\n\r\n{}", 200),
+    (post(CHUNKED), 400),
+    (post(b"content-length: 3"), 400),
+    (chunked(b"0\r\n\r\n", b"transfer-encoding: gzip, chunked"), 400),
+    (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", 501),
+    (post(b"x: " + LONG), 431),
+    (post(*(b"x%d: a" % i for i in range(20_000))), 431),
+    (post(path=b"/" + LONG), 431),
+    (chunked(b"0\r\nx: " + LONG * 4 + b"\r\n\r\n"), 431),
+    (chunked(), 200),
+    (b"CONNECT elsewhere:443 HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+    (b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n", 200),
+    (post(body=b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), 200),
+    (post(body=b'{"prompt":"a","max_tokens":-99999999999999999999999}'), 200),
+]
+"""What a client sends, and the status that it deserves."""
+
+
+def test_each_request_gets_the_status_it_deserves() -> None:
+    """One after the other, each with a plain request after it."""
     server = RawServer(bytes_of(OK))
 
-    async def play(port: int) -> list[int]:
-        return [status_of(await ask(port, data)) for data in (request_bytes, post())]
+    async def play(port: int) -> list[tuple[list[int], int]]:
+        found = []
+        for request_bytes, _ in ASKED:
+            before = len(server.posts)
+            statuses = [status_of(await ask(port, data)) for data in (request_bytes, post())]
+            found.append((statuses, len(server.posts) - before))
+        return found
 
-    assert behind_gateway(play, server) == [status, 200]
-    reached_bytes = request_bytes.startswith(b"POST") and status == 200
-    assert len(server.posts) == 1 + reached_bytes
+    for (request_bytes, status), (statuses, posts) in zip(ASKED, behind_gateway(play, server), strict=True):
+        assert statuses == [status, 200], request_bytes[:200]
+        assert posts == 1 + (request_bytes.startswith(b"POST") and status == 200), request_bytes[:200]
 
 
 def test_trailers_of_a_request_are_not_made_headers() -> None:
@@ -162,30 +168,31 @@ def in_process(play: Any, keep_alive_s: int = 60) -> Any:
 LOCAL = b"host: 127.0.0.1"
 
 
-@pytest.mark.parametrize(
-    ("host", "headers", "status"),
-    [
-        (LOCAL, (), 200),
-        (b"host: localhost:99", (b"origin: http://localhost:99",), 200),
-        (b"host: [::1]:99", (), 200),
-        (b"host: elsewhere.example", (), 403),
-        (b"host: elsewhere.example", (b"origin: http://elsewhere.example",), 403),
-        (b"host: [::1", (), 403),
-        (LOCAL, (b"origin: http://elsewhere.example",), 403),
-        (LOCAL, (b"origin: null",), 403),
-        (LOCAL, (b"origin: http://127.0.0.1:99",), 403),
-        (LOCAL, (b"x-forwarded-for: 127.0.0.1",), 403),
-        (LOCAL, (b"forwarded: for=127.0.0.1",), 403),
-    ],
-)
-def test_only_programs_of_this_machine_drain(host: bytes, headers: tuple[bytes, ...], status: int) -> None:
+DRAINS = [
+    (LOCAL, (), 200),
+    (b"host: localhost:99", (b"origin: http://localhost:99",), 200),
+    (b"host: [::1]:99", (), 200),
+    (b"host: elsewhere.example", (), 403),
+    (b"host: elsewhere.example", (b"origin: http://elsewhere.example",), 403),
+    (b"host: [::1", (), 403),
+    (LOCAL, (b"origin: http://elsewhere.example",), 403),
+    (LOCAL, (b"origin: null",), 403),
+    (LOCAL, (b"origin: http://127.0.0.1:99",), 403),
+    (LOCAL, (b"x-forwarded-for: 127.0.0.1",), 403),
+    (LOCAL, (b"forwarded: for=127.0.0.1",), 403),
+]
+"""Who asks for an upstream to be drained, as Host and further headers, and the status of the answer."""
+
+
+def test_only_programs_of_this_machine_drain() -> None:
     server = RawServer(bytes_of(OK))
 
-    async def play(port: int) -> int:
+    async def play(port: int) -> list[int]:
         path = b"/gateway/drain?upstream=" + server.url.encode()
-        return status_of(await ask(port, post(*headers, path=path, host=host, body=b"")))
+        asked = [post(*headers, path=path, host=host, body=b"") for host, headers, _ in DRAINS]
+        return [status_of(await ask(port, data)) for data in asked]
 
-    assert behind_gateway(play, server) == status
+    assert behind_gateway(play, server) == [status for *_, status in DRAINS]
 
 
 def test_pages_of_other_origins_empty_no_cache() -> None:

@@ -182,7 +182,7 @@ def assert_theory_is_best(device: Device, speculative: Speculative) -> None:
     """No fixed threshold serves 2 % more requests/s than that of the theory."""
     load = build_plan(
         "balanced",
-        num_prompts=1500,
+        num_prompts=1200,
         max_concurrency=384,
         input_len=128,
         output_len=256,
