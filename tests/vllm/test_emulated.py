@@ -55,7 +55,7 @@ def skipping_policies() -> list[Any]:
     policies = ("v1", "eb:k=6", "ebplus", "ebplus:estimator=censored", "marginal", "deferred:k=5")
     found = []
     for number, asynchronous, ample in itertools.product(range(len(policies)), (True, False), (True, False)):
-        marks = [] if (number + asynchronous + ample) % 2 else pytest.mark.nightly
+        marks = () if (number + asynchronous + ample) % 2 else (pytest.mark.nightly,)
         found.append(pytest.param(policies[number], asynchronous, 4000 if ample else 130, marks=marks))
     return found
 
