@@ -58,6 +58,8 @@ def measure_engine(
 ) -> Calibrated:  # fmt: skip
     """Measure an engine, real or in virtual time; ``check``: requests of the check; ``most_s``: limit of a real one's
     steps. Raises UsageError, RunError."""
+    if most_s is not None and not most_s > 0:
+        raise UsageError(f"--max-time must be positive, not {most_s:g}")
     if engine == "vllm":
         most_s = math.inf if most_s is None else most_s
         return _measure_vllm(device, model, grid, check, vllm_options, most_s, messages)

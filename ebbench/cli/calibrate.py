@@ -55,11 +55,14 @@ def calibrate(
         write_profile,
     )
     from ebbench.calibration.measure import parse_grid
+    from ebbench.errors import UsageError
     from ebbench.render.documents import Console
 
     grid = replace(parse_grid(engine, sizes), repeats=repeats)
     refuse_existing(output_dir / "profile.toml")
     if steps is not None:
+        if max_time is not None:
+            raise UsageError("--max-time is for measuring, and --steps has been measured")
         done = of_steps(steps, model, device)
     else:
         messages = Console(stderr=True, highlight=False)

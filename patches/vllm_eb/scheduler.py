@@ -174,7 +174,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             # A preempted, finished or aborted request is no longer running; vLLM sets the flag.
             self._prefilling = [r for r in self._prefilling if r.is_prefill_chunk and r.status == _RUNNING]
         now_s, prefilling = self._clock(), len(self._prefilling)
-        # A call without requests only tells workers which have ended: no step, so nothing is ordered.
+        # A queue that is empty, as in a call that only tells workers which requests have ended, is not ordered.
         ordering = self._waiting_order if self.waiting else None
         return View(
             now_s=now_s,

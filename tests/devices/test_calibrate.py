@@ -149,6 +149,9 @@ def test_command_writes_a_profile_that_is_a_device(tmp_path: Path) -> None:
         (["--engine", "sim", "--seqs", "8,4"], UsageError),
         (["--engine", "sim", "--contexts", "a,b"], UsageError),
         (["--engine", "sim", "--max-time", "9"], UsageError),
+        (["--max-time", "0"], UsageError),
+        (["--max-time", "nan"], UsageError),
+        (["--steps", "steps.json", "--max-time", "9"], UsageError),
     ],
 )
 def test_bad_usage_is_one_clear_error(arguments: list[str], kind: type[EbbenchError], tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ _SHELL = re.compile(r"[|&;<>$()]")
 _BACKGROUND = re.compile(r" &$|<<", re.MULTILINE)
 _PROMPTS = re.compile(r"(--num-prompts|-n) (\d+)")
 MOST_PROMPTS = 120
-"""Requests of a run here: how the commands of a page work together does not depend on it."""
+"""Requests of a run in `make test`: how the commands of a page work together does not depend on it."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,10 @@ def prepare(block: Block) -> bool:
     return True
 
 
+@pytest.mark.parametrize("most_prompts", [MOST_PROMPTS, pytest.param(None, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_of(page: str, workplace: Path) -> None:
+def test_commands_of(page: str, most_prompts: int | None, workplace: Path) -> None:
+    """As written in `make nightly`."""
     done = 0
     for block in blocks(page):
         if prepare(block) or block.language in ("text", "toml", "jsonl"):
@@ -131,7 +133,7 @@ def test_commands_of(page: str, workplace: Path) -> None:
         elif block.language == "bash" and block.word in ("gpu", "long"):
             run(block) if block.word == "gpu" and _gpu_visible() else parse(block)
         elif block.language == "bash" and not block.word:
-            run(block, MOST_PROMPTS)
+            run(block, most_prompts)
         else:
             assert block.word in ("vllm", "cluster"), f"{page}: what is a block `{block.language} {block.word}`?"
     assert done or page == "README", f"{page} shows no command: is a fence written in another way?"

@@ -17,7 +17,7 @@ SMALLER = {
     "num_prompts=1000": "num_prompts=150",
     "request_rate=40": "request_rate=4, max_num_seqs=64",
 }
-"""The same calls with less to simulate: what they show is of the same kinds."""
+"""In `make test`, the same calls with less to simulate: what they show is of the same kinds."""
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +41,13 @@ def test_the_stored_cells_are_those_of_the_maker(maker: ModuleType, stored: list
     assert sources == list(maker.CELLS), "run `make notebook`"
 
 
+@pytest.mark.parametrize("smaller", [SMALLER, pytest.param({}, marks=pytest.mark.nightly)])
 def test_every_cell_runs_and_shows_what_is_stored(
-    maker: ModuleType, stored: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    smaller: dict[str, str], maker: ModuleType, stored: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", ":".join([str(ROOT), str(ROOT / "patches"), *sys.path]))
     notebook = maker.blank()
-    for words, fewer in SMALLER.items():
+    for words, fewer in smaller.items():
         assert any(words in cell["source"] for cell in notebook.cells)
         for cell in notebook.cells:
             cell["source"] = cell["source"].replace(words, fewer)

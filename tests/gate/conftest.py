@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gate import gate_data
 from tests.gate.gate_data import SMALL, invoke
 
 
@@ -17,3 +18,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
         done = invoke(*SMALL, "--policy", policy, "--repeats", "6", "--output-dir", root / name)
         assert done.exit_code == 0, done.output
     return root
+
+
+@pytest.fixture
+def warm(warm_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts of a test run `ebbench`, and Python, as forks of a process that has imported it."""
+    monkeypatch.setattr(gate_data, "PYTHON", warm_python)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,6 +17,9 @@ SMALL = (
     "run", "balanced", "--source", "profile", "-n", "64", "-c", "16", "--input-len", "64", "--output-len", "16",
     "--quiet", "--engine", "sim",
 )  # fmt: skip
+
+PYTHON = shlex.quote(sys.executable)
+"""Python in scripts of tests; with the fixture ``warm`` a fork of a process that has imported ebbench."""
 
 ENVIRONMENT_HERE = {"engine": "vllm", "device": "h200", "model": "qwen3-8b", "options": '{"max_num_seqs": 8}'}
 

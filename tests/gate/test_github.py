@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import socket
 import subprocess
 import sys
@@ -17,7 +16,10 @@ import yaml
 from ebbench import __version__
 from ebbench.analysis.summary import summarise
 from ebbench.records.run import Run
+from tests.gate import gate_data
 from tests.gate.gate_data import SMALL, invoke
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 GITHUB = Path(__file__).resolve().parents[2] / ".github"
 ACTION = GITHUB / "actions" / "gate" / "action.yml"
@@ -44,15 +46,6 @@ def step(document: dict[str, Any], name: str) -> dict[str, Any]:
     return dict(found)
 
 
-PYTHON = shlex.quote(sys.executable)
-
-
-@pytest.fixture(autouse=True)
-def _warm(warm_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs `ebbench` here has imported it."""
-    monkeypatch.setitem(globals(), "PYTHON", warm_python)
-
-
 def shim(path: Path) -> None:
     """`ebbench` of this installation under another path.
 
@@ -60,7 +53,7 @@ def shim(path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     patient = 'case "$*" in *--lag-limit-ms*) ;; run*http://*) set -- "$@" --lag-limit-ms 60000 ;; esac'
-    path.write_text(f'#!/bin/sh\n{patient}\nexec {PYTHON} -m ebbench "$@"\n')
+    path.write_text(f'#!/bin/sh\n{patient}\nexec {gate_data.PYTHON} -m ebbench "$@"\n')
     path.chmod(0o755)
 
 

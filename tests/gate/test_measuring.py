@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import Result
 
+from tests.gate import gate_data
 from tests.gate.gate_data import SMALL, invoke
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 MAKE_RUN = """
 import os, shutil, sys, msgspec
@@ -35,20 +37,11 @@ good = msgspec.structs.replace(manifest, anchor_unix_ns=manifest.anchor_unix_ns 
 """
 
 
-PYTHON = shlex.quote(sys.executable)
-
-
-@pytest.fixture(autouse=True)
-def _warm(warm_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs the script below has imported ebbench."""
-    monkeypatch.setitem(globals(), "PYTHON", warm_python)
-
-
 def command(tmp_path: Path, source: Path, invalid: int = 0) -> str:
     """A measuring command that copies a run; the first ``invalid`` runs of a pair are INVALID, with exit code 4."""
     script = tmp_path / "make_run.py"
     script.write_text(MAKE_RUN)
-    return f"{PYTHON} {shlex.join([str(script), str(source), '{out}', str(invalid)])}"
+    return f"{gate_data.PYTHON} {shlex.join([str(script), str(source), '{out}', str(invalid)])}"
 
 
 def gate(tmp_path: Path, baseline: str, candidate: str, *more: object) -> Result:

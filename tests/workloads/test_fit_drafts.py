@@ -51,12 +51,13 @@ def test_a_simulation_of_it_takes_that_acceptance(setting: str, rates: tuple[flo
     assert summary["acceptance"] == pytest.approx(rates, abs=0.05)
 
 
-def test_a_plan_of_it_takes_that_acceptance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("setting", ["", ",tokens=2", ",tokens=4"])
+def test_a_plan_of_it_takes_that_acceptance(setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workload = tmp_path / "fitted.toml"
     invoke("workloads", "fit", f"log:{log_of(tmp_path)}", "-o", workload)
     monkeypatch.setattr(candidates, "SESSIONS", 100)
     planned = invoke("plan", workload, "--device", "h200", "--request-rate", "1", "--goodput", "tpot:50", "--tp", "1",
-                     "-p", "v1", "--quiet", "--speculative", "method=eagle3,tokens=2")  # fmt: skip
+                     "-p", "v1", "--quiet", "--speculative", f"method=eagle3{setting}")  # fmt: skip
     assert planned.exit_code == 0, planned.output
 
 
