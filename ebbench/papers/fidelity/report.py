@@ -389,7 +389,7 @@ def collect(
     others = {"replay": replay_cells, "kv cache": kv_cells, "iog": iog_cells, "capacity": capacity_cells}
     cells = [cell for group, make in others.items() if group in groups for cell in make()]
     cases = [case for case in all_cases() if case.group in groups]
-    cases += engine_alone(cases)
+    cases = [*cases, *engine_alone(cases)]
     store, done = RunStore(runs), itertools.count(1)
 
     def say(text: str) -> None:
