@@ -22,7 +22,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ebbench.devices.base import CostModel, PassCost, StepShape
-from ebbench.simulation.kv import CountingKv
 from ebbench.simulation.scheduler import Scheduler, SchedulerListener, admissible, prompt_tokens
 from ebbench.simulation.state import TURNAROUND_NS, UNSET
 from ebbench.simulation.step import NO_ROWS, NS_PER_S, FigureLog, Step, StepLog
@@ -45,7 +44,7 @@ class OpenGate:
         self._scheduler = scheduler
         self._limit = scheduler.limits.running_limit
         # While only decodes run, free slots only decrease, and so do free blocks, unless some leave a window.
-        self.asks_each_step = scheduler.layout is not None
+        self.asks_each_step = scheduler.layout is not None and scheduler.states is None
 
     @property
     def mode(self) -> str:
@@ -199,14 +198,14 @@ RunStep = Callable[[Step, StepShape], None]
 
 
 class Coasting:
-    """Coasts one unit whose KV blocks are counted.
+    """Coasts one unit whose KV blocks are counted, or do not change.
 
     An attempt looks at all running requests. In a saturated engine one of them ends in nearly every step; attempts that
     are known to fail for that are left out. Results do not depend on it.
     """
 
-    def __init__(self, scheduler: Scheduler, kv: CountingKv, gate: OpenGate, run_step: RunStep) -> None:
-        self._scheduler, self._kv, self._gate, self._run_step = scheduler, kv, gate, run_step
+    def __init__(self, scheduler: Scheduler, gate: OpenGate, run_step: RunStep) -> None:
+        self._scheduler, self._gate, self._run_step = scheduler, gate, run_step
         self._ending = False  # at the next attempt a running request has its last token in flight
 
     def due(self) -> bool:
@@ -223,14 +222,17 @@ class Coasting:
         number is in flight afterwards; the tokens of the others are delivered. Returns False if no step was made;
         nothing has then changed.
         """
-        scheduler, kv, gate = self._scheduler, self._kv, self._gate
-        state, rows, limits = scheduler.state, scheduler.running, scheduler.limits
+        scheduler, gate = self._scheduler, self._gate
+        state, rows, limits, kv = scheduler.state, scheduler.running, scheduler.limits, scheduler.kv
         if len(rows) > limits.max_num_batched_tokens or not gate.may_coast():
             return False
         computed, in_flight = state.computed.take(rows), scheduler.in_flight
         most, before = int(np.minimum.reduce(state.last.take(rows) - computed)), len(in_flight)
         if most < SHORTEST_RUN:
             self._ending = most == 1 and before > 0
+            return False
+        ends, most = most, scheduler.countable_decodes(rows, computed, most)
+        if most < SHORTEST_RUN:
             return False
         seqs, ones, asks = len(rows), scheduler.ones[: len(rows)], gate.asks_each_step
         kv_tokens, made, wake_ns, held_blocks = int(np.add.reduce(computed)), 0, now_ns, None
@@ -242,7 +244,8 @@ class Coasting:
             step = Step(wake_ns, rows=rows, tokens=ones, sampled=rows, decode_seqs=seqs)
             if asks and not gate.admits_decode(step, in_all):
                 break
-            kv.take(in_all)
+            if scheduler.counted is not None:
+                scheduler.counted.take(in_all)
             made += 1
             kv_tokens += seqs
             scheduler.steps += 1
@@ -250,7 +253,7 @@ class Coasting:
             in_flight.append(step)
             wake_ns, held_blocks = in_flight[made - 1].end_ns, held
         if made:
-            self._ending = made == most and before > 0
+            self._ending = made == ends and before > 0
             scheduler.commit_decodes(rows, computed + made, held_blocks)
             for _ in range(min(before, made - 1)):
                 scheduler.deliver()
@@ -315,9 +318,10 @@ class EngineLoop:
         self._alone = units[0] if len(units) == 1 else None
         self._first, self._scheduler = units[0].index, units[0].scheduler
         self._coasting: Coasting | None = None
-        by_tokens = self._scheduler.layout is None or self._scheduler.limits.scheduler_reserve_full_isl
-        if self._alone is not None and self._scheduler.counted is not None and by_tokens:
-            self._coasting = Coasting(self._scheduler, self._scheduler.counted, self._alone.gate, self._run_alone)
+        scheduler = self._scheduler
+        by_tokens = scheduler.layout is None or scheduler.limits.scheduler_reserve_full_isl
+        if self._alone is not None and (scheduler.states or (scheduler.counted and by_tokens)):
+            self._coasting = Coasting(scheduler, self._alone.gate, self._run_alone)
         self._timer = StepTimer()
         self._depth = 2 if units[0].scheduler.limits.async_scheduling else 1
         self._passes: deque[Pass] = deque()

@@ -300,11 +300,16 @@ class _Tables:
 
     def __init__(self, hit: Sequence[int], states: int, full: int) -> None:
         """``hit``: blocks of the cached prefix, one of each table of states, then those of every other table."""
-        blocks = (len(hit) - states) // full if hit else 0
+        blocks = self.blocks_of(hit, states, full)
         self.states = [[NO_BLOCK] * (blocks - 1) + [block] for block in hit[:states]] or [[] for _ in range(states)]
         self.full = [list(hit[states + table * blocks : states + (table + 1) * blocks]) for table in range(full)]
         self.named = self.seen = blocks
         self.last, self.retired = blocks - 1, 0
+
+    @staticmethod
+    def blocks_of(hit: Sequence[int], states: int, full: int) -> int:
+        """Blocks per table of a cached prefix."""
+        return (len(hit) - states) // full if hit else 0
 
 
 class StatesKv(CachingKv):
@@ -330,9 +335,10 @@ class StatesKv(CachingKv):
         self._tables: dict[int, _Tables] = {}
         self._hit: list[int] = []  # blocks of the prefix that was looked up last
         self._fresh: set[int | None] = set()  # keys of states that the step being scheduled computes
-        # By row: places in its tables, and whether it holds a state beside the one of its last token.
-        self._places, self._blocks_full = np.zeros(state.count, np.int64), np.zeros(state.count, np.int64)
-        self._moving, self.junction = np.zeros(state.count, np.bool_), np.zeros(state.count, np.int64)
+        self.junction = np.zeros(state.count, np.int64)
+        # By row: tokens, and slots, up to which it neither needs nor gives back blocks. Without drafts both are equal,
+        # but for a row that holds a state beside that of its last token: it gives one back, so it has no such tokens.
+        self.quiet_tokens, self._quiet_slots = np.zeros(state.count, np.int64), np.zeros(state.count, np.int64)
 
     def step_begins(self) -> None:
         """Let states of the step before be used."""
@@ -343,6 +349,9 @@ class StatesKv(CachingKv):
         size, dropped = self._block_size, int(self._recomputes)
         keys = list(self._state.block_keys(row, 0, (known_tokens - 1 + dropped) // size, size))
         full = max(sum(1 for _ in takewhile(self._holds_full, keys)) - dropped, 0)
+        if not full:
+            self.junction[row], self._hit = 0, []
+            return []
         hit = next((count for count in range(full, 0, -1) if self._holds_state(keys[count - 1])), 0)
         self.junction[row] = full * size if full > hit else 0
         of_states = [self._find(keys[hit - 1], table) for table in range(self._states)] if hit else []
@@ -369,12 +378,13 @@ class StatesKv(CachingKv):
 
     def fits(self, tokens: int, slots: int) -> bool:
         """Whether a request with the prefix looked up last can have room for ``tokens``: ``slots`` with its drafts."""
-        hit = _Tables(self._hit, self._states, self._full)
-        if any(self._key_of[block] in self._fresh for block in self._hit[: self._states]):
+        hit = self._hit
+        if hit and any(self._key_of[block] in self._fresh for block in hit[: self._states]):
             return False
-        new = self._states * min(self._end(tokens) - hit.seen, 1 + self._drafts)
-        new += self._full * (-(-slots // self._block_size) - hit.seen)
-        return new + super().evictable(self._hit) <= self.free
+        seen = _Tables.blocks_of(hit, self._states, self._full)
+        new = self._states * min(self._end(tokens) - seen, 1 + self._drafts)
+        new += self._full * (-(-slots // self._block_size) - seen)
+        return new + super().evictable(hit) <= self.free
 
     def _end(self, tokens: int) -> int:
         """Places in a table of states with a state after so many tokens."""
@@ -382,11 +392,11 @@ class StatesKv(CachingKv):
 
     def admit(self, row: int, tokens: int, slots: int, known_tokens: int) -> None:
         """Give a request the prefix looked up last, and room for its first chunk; see :meth:`grow`."""
-        self._touch(self._hit)
+        if self._hit:
+            self._touch(self._hit)
         self._tables[row] = tables = _Tables(self._hit, self._states, self._full)
-        for table in tables.states:
-            self._move(table, self._end(tokens), begun=False)
-        self._extend(row, tables, slots, known_tokens)
+        self._lengthen(tables, self._end(tokens), slots, begun=False)
+        self._name_computed(row, tables, known_tokens)
 
     def grow(self, row: int, tokens: int, slots: int, known_tokens: int) -> None:
         """Give a request room for ``tokens``, ``slots`` with drafts of the step after; the caller has checked that it
@@ -394,33 +404,38 @@ class StatesKv(CachingKv):
         tables, end = self._tables[row], self._end(tokens)
         if end > len(tables.states[0]):
             tables.last = len(tables.states[0]) - 1 - self._drafts
-        for table in tables.states:
-            self._move(table, end, begun=True)
-        self._extend(row, tables, slots, known_tokens)
+        self._lengthen(tables, end, slots, begun=True)
+        self._name_computed(row, tables, known_tokens)
 
-    def _move(self, table: list[int], end: int, *, begun: bool) -> None:
-        """Lengthen a table of states to ``end`` places. The blocks of drafts move along."""
-        before, skipped = len(table), end - self._drafts - 1
-        if end <= before:
-            return
-        table.extend([NO_BLOCK] * (skipped - before))
-        for place in range(before - self._drafts, min(before, skipped)) if begun else ():
-            table.append(table[place])
-            table[place] = NO_BLOCK
-        table.extend(self._take(end - len(table)))
+    def _lengthen(self, tables: _Tables, end: int, slots: int, *, begun: bool) -> None:
+        """Lengthen the tables of states to ``end`` places, the others to ``slots``. Once a request has ``begun``, the
+        blocks of drafts move along."""
+        before, skipped = len(tables.states[0]), end - self._drafts - 1
+        moving = range(before - self._drafts, min(before, skipped)) if begun and end > before else range(0)
+        of_states = max(end - max(before, skipped) - len(moving), 0)
+        of_others = max(-(-slots // self._block_size) - len(tables.full[0]), 0)
+        taken = iter(self._take(self._states * of_states + self._full * of_others))
+        for table in tables.states if end > before else ():
+            table += [NO_BLOCK] * (skipped - before)
+            for place in moving:
+                table.append(table[place])
+                table[place] = NO_BLOCK
+            table += islice(taken, of_states)
+        for table in tables.full if of_others else ():
+            table += islice(taken, of_others)
 
-    def _extend(self, row: int, tables: _Tables, slots: int, known_tokens: int) -> None:
-        for table in tables.full:
-            table.extend(self._take(max(-(-slots // self._block_size) - len(table), 0)))
-        self._name_full(row, tables, known_tokens)
-        self._name_states(row, tables, known_tokens)
+    def _name_computed(self, row: int, tables: _Tables, tokens: int) -> None:
+        self._name_full(row, tables, tokens)
+        self._name_states(row, tables, tokens)
         self._note(row, tables)
 
     def _note(self, row: int, tables: _Tables) -> None:
-        held = len(tables.states[0]) - tables.states[0].count(NO_BLOCK)
-        self._places[row], self._blocks_full[row] = len(tables.states[0]), len(tables.full[0])
-        self._moving[row] = held > 1 + self._drafts
-        self._state.held_blocks[row] = self._states * held + self._full * len(tables.full[0])
+        places, full = len(tables.states[0]), len(tables.full[0])
+        held = places - tables.states[0].count(NO_BLOCK)
+        moving = held > 1 + self._drafts
+        self.quiet_tokens[row] = 0 if moving else (places - self._drafts) * self._block_size
+        self._quiet_slots[row] = full * self._block_size
+        self._state.held_blocks[row] = self._states * held + self._full * full
 
     def _name_full(self, row: int, tables: _Tables, tokens: int) -> None:
         first, count = tables.named, tokens // self._block_size - tables.named
@@ -458,11 +473,8 @@ class StatesKv(CachingKv):
 
     def changes(self, rows: Ints, tokens: Ints, slots: Ints) -> npt.NDArray[np.bool_]:
         """Which rows need or give back blocks when they have room for ``tokens`` and ``slots``."""
-        size = self._block_size
-        longer = (-(-tokens // size) + self._drafts > self._places[rows]) | (
-            -(-slots // size) > self._blocks_full[rows]
-        )
-        return longer | self._moving[rows]
+        longer: npt.NDArray[np.bool_] = tokens > self.quiet_tokens.take(rows)
+        return longer | (slots > self._quiet_slots.take(rows)) if slots is not tokens else longer
 
     def needed(self, row: int, tokens: int, slots: int, processed: int) -> int:
         """Blocks that a row lacks for ``tokens`` and ``slots``, once it has given back what it no longer needs:
@@ -475,9 +487,10 @@ class StatesKv(CachingKv):
 
     def _retire(self, tables: _Tables, processed: int) -> None:
         upto = min(max(processed - 1, 0) // self._block_size, len(tables.states[0]))
-        left = tables.last if 0 <= tables.last < -(-processed // self._block_size) - 1 else None
-        for table in tables.states:
-            for places in (range(upto - 1, tables.retired - 1, -1), () if left is None else (left,)):
+        passed = [*range(upto - 1, tables.retired - 1, -1)]
+        left = [tables.last] if 0 <= tables.last < -(-processed // self._block_size) - 1 else []
+        for table in tables.states if passed or left else ():
+            for places in (passed, left):
                 self._give_back([table[place] for place in places if table[place] != NO_BLOCK])
                 for place in places:
                     table[place] = NO_BLOCK

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import cycle, pairwise, repeat
 
 import numpy as np
+import numpy.typing as npt
 
 from ebbench.devices.base import StepShape
 from ebbench.devices.geometry import KvLayout
@@ -46,6 +47,8 @@ def admissible(scheduler: Scheduler, running_limit: int, taken: int = 0) -> bool
     running ones have taken so many KV blocks."""
     if not scheduler.waiting or len(scheduler.running) >= running_limit:
         return False
+    if scheduler.states is not None:
+        return True  # perhaps: it depends on where its first chunk ends
     row = scheduler.waiting[0]
     known = int(scheduler.state.target[row])
     hits = scheduler.hits(row, known)
@@ -94,7 +97,7 @@ def admit_waiting(
         after = cached + chunk
         slots = min(after + lookahead, longest) if lookahead else after
         if scheduler.states is not None:
-            if not (scheduler.states.fits(after, slots) and (not whole or scheduler.states.fits(known, known))):
+            if not _fit_states(scheduler.states, after, slots, known if whole else 0):
                 break
         elif not _fits(scheduler, max(known, slots) if whole else slots, hits, pinned):
             break
@@ -123,6 +126,13 @@ def _fits(scheduler: Scheduler, tokens: int, hits: Sequence[int], pinned: int, t
     if scheduler.layout is not None:
         return scheduler.layout.first(tokens) <= scheduler.kv.free - taken
     return -(-tokens // scheduler.limits.block_size) - len(hits) + pinned <= scheduler.kv.free - taken
+
+
+def _fit_states(states: StatesKv, after: int, slots: int, whole: int) -> bool:
+    """Whether a first chunk, which ends ``after`` tokens, and a prompt of ``whole`` tokens fit."""
+    if whole < slots and not states.fits(after, slots):
+        return False
+    return not whole or states.fits(whole, whole)
 
 
 def _allocate(scheduler: Scheduler, row: int, hits: Sequence[int], cached: int, slots: int) -> None:
@@ -393,7 +403,7 @@ class Scheduler:
     def _schedule_running(self, step: Step, candidates: Ints, threshold: int, budget: int) -> tuple[Ints, Ints, int]:
         if not len(candidates):
             return NO_ROWS, NO_ROWS, budget
-        if not (self.prefilling or self.states) and (decodes := self._decode_all(candidates, budget)) is not None:
+        if not self.prefilling and (decodes := self._decode_all(step, candidates, budget)) is not None:
             rows, step.computed = decodes
             return rows, self.ones[: len(rows)], budget - len(rows)
         state = self.state
@@ -432,7 +442,11 @@ class Scheduler:
         if self.states is None:
             kept = self._grow_preempting(step, candidates, need)
         else:
-            kept = self._grow_states(self.states, step, candidates, tokens)
+            after, slots, processed = self._ends_of(candidates, tokens)
+            changes = self.state.partial.take(candidates) | self.states.changes(candidates, after, slots)
+            kept = self._grow_states(
+                self.states, step, candidates, ((tokens > 0) & changes).nonzero()[0], after, slots, processed
+            )
         return candidates[:kept], tokens[:kept]
 
     def _slots(self, tokens: Ints) -> Ints:
@@ -451,7 +465,7 @@ class Scheduler:
         need = (computed + tokens + (block_size - 1)) // block_size - held_blocks
         return np.maximum(need, 0, out=need)
 
-    def _decode_all(self, rows: Ints, budget: int) -> tuple[Ints, Ints] | None:
+    def _decode_all(self, step: Step, rows: Ints, budget: int) -> tuple[Ints, Ints] | None:
         """Allocate blocks for one token of each of ``rows``, all in decode; returns the rows that get a token.
 
         These are the rows whose last token is not in flight; beside them, their computed tokens. Returns None without
@@ -460,6 +474,8 @@ class Scheduler:
         state, block_size = self.state, self.limits.block_size
         computed = state.computed.take(rows)
         due = computed < state.last.take(rows)
+        if self.states is not None:
+            return self._decode_states(self.states, step, rows, computed, due, budget)
         if np.count_nonzero(due) < len(rows):
             rows, computed = rows[due], computed[due]
         if self.layout is not None:
@@ -475,6 +491,20 @@ class Scheduler:
         if len(growing):
             self._take(growing, self.ones[: len(growing)])
         return rows, computed
+
+    def _decode_states(
+        self, states: StatesKv, step: Step, rows: Ints, computed: Ints, due: npt.NDArray[np.bool_], budget: int
+    ) -> tuple[Ints, Ints] | None:
+        """:meth:`_decode_all` where states are kept, preempting if blocks run out. ``due``: which have tokens left."""
+        if self._rank is not None or len(rows) > budget:
+            return None
+        after = computed + 1
+        changing = (due & states.changes(rows, after, after)).nonzero()[0]
+        if len(changing):
+            processed = self._processed_by_decodes(rows, computed)
+            kept = self._grow_states(states, step, rows, changing, after, after, processed)
+            rows, computed, due = rows[:kept], computed[:kept], due[:kept]
+        return (rows, computed) if np.count_nonzero(due) == len(rows) else (rows[due], computed[due])
 
     def _within(self, rows: Ints, wanted: Ints, budget: int) -> Ints:
         """The tokens that ``rows`` compute in a step of ``budget`` tokens, of those that they want."""
@@ -521,10 +551,20 @@ class Scheduler:
             return bool(np.add.reduce(need) <= self.kv.free)
         return not len(need) or bool(np.maximum.reduce(np.cumsum(need)) <= self.kv.free)
 
+    def countable_decodes(self, rows: Ints, computed: Ints, most: int) -> int:
+        """How many steps to come, at most ``most``, that all decode ``rows`` need only counts of KV blocks.
+
+        Where states are kept, these are the steps in which no row needs or gives back a block."""
+        if self.states is None:
+            return most
+        return min(most, int(np.minimum.reduce(self.states.quiet_tokens.take(rows) - computed)))
+
     def decode_blocks(self, rows: Ints, computed: Ints) -> Iterator[tuple[int, int, Ints | None]]:
         """KV blocks of the steps to come that all decode ``rows``: how many must be free, how many are taken, and how
         many each row then holds where they are not by tokens alone."""
         size = self.limits.block_size
+        if self.states is not None:
+            return repeat((0, 0, None))
         if self.layout is None:
             growing = np.bincount(-computed % size, minlength=size).tolist()
             return cycle(zip(growing, growing, repeat(None)))
@@ -553,7 +593,8 @@ class Scheduler:
         state = self.state
         state.computed[rows] = computed
         state.target[rows] = computed + 1
-        state.held_blocks[rows] = -(-computed // self.limits.block_size) if held is None else held
+        if self.states is None:
+            state.held_blocks[rows] = -(-computed // self.limits.block_size) if held is None else held
         self.all_decodes = self.in_flight[-1]
 
     def _held_by_decodes(self, layout: KvLayout, rows: Ints, computed: Ints) -> Ints:
@@ -562,6 +603,13 @@ class Scheduler:
         if flying and self.in_flight[0] is not self.all_decodes:
             return layout.held(computed + 1, self._processed(rows, computed, self.in_flight))
         return layout.by_length.decoding[flying].take(computed)
+
+    def _processed_by_decodes(self, rows: Ints, computed: Ints) -> Ints:
+        """:meth:`_processed` of ``rows``, all in decode."""
+        flying = len(self.in_flight)
+        if flying and self.in_flight[0] is not self.all_decodes:
+            return self._processed(rows, computed, self.in_flight)
+        return computed - flying
 
     def _processed(self, rows: Ints, computed: Ints, in_flight: Collection[Step]) -> Ints:
         """Tokens of ``rows`` that are computed for good: without those of steps in flight."""
@@ -618,15 +666,20 @@ class Scheduler:
         self._leave_preempted(step)
         return kept
 
-    def _grow_states(self, states: StatesKv, step: Step, candidates: Ints, tokens: Ints) -> int:
-        """:meth:`_grow_preempting` where states are kept; most requests need no block in most steps."""
-        kept, ends = len(candidates), np.array(self._ends_of(candidates, tokens))
-        changes = (tokens > 0) & (self.state.partial.take(candidates) | states.changes(candidates, *ends[:2]))
-        for place in changes.nonzero()[0].tolist():
-            while kept > place and not self._grow_state(states, int(candidates[place]), *ends[:, place].tolist()):
+    def _grow_states(
+        self, states: StatesKv, step: Step, candidates: Ints, changing: Ints, after: Ints, slots: Ints, processed: Ints
+    ) -> int:
+        """:meth:`_grow_preempting` where states are kept; ``changing``: places of the candidates whose blocks change,
+        few in most steps. The last three: see :meth:`_ends_of`."""
+        if not len(changing):
+            return len(candidates)
+        kept, ends = len(candidates), np.array((after[changing], slots[changing], processed[changing]))
+        for place, (tokens, room, done) in zip(changing.tolist(), ends.T.tolist(), strict=True):
+            while kept > place and not self._grow_state(states, int(candidates[place]), tokens, room, done):
                 kept -= 1
                 self._preempt(step, int(candidates[kept]))
-        self._leave_preempted(step)
+        if kept < len(candidates):
+            self._leave_preempted(step)
         return kept
 
     def _ends_of(self, rows: Ints, tokens: Ints) -> tuple[Ints, Ints, Ints]:
