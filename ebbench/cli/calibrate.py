@@ -10,8 +10,11 @@ from typing import Annotated
 import typer
 
 from ebbench.config.declare import DEFAULT_MODEL
-from ebbench.config.options import completing, grouped
+from ebbench.config.options import completing, grouped, refuse_unused
 from ebbench.spec.commands import GridCommand, VllmOptions
+
+_OF_STEPS = ("model", "device", "output_dir", "json")
+"""Options that are read beside --steps; all others say how to measure."""
 
 
 @grouped
@@ -39,6 +42,7 @@ def calibrate(
     output_dir: Annotated[Path, typer.Option(help="Directory for profile and calibration.")] = Path("calibration"),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     vllm_options: VllmOptions = None,
+    context: typer.Context,
 ) -> None:
     """Measure alpha, beta and the mixed cost of this machine (or an emulated one) and write them as a device.
 
@@ -55,16 +59,14 @@ def calibrate(
         write_profile,
     )
     from ebbench.calibration.measure import parse_grid
-    from ebbench.errors import UsageError
     from ebbench.render.documents import Console
 
-    grid = replace(parse_grid(engine, sizes), repeats=repeats)
     refuse_existing(output_dir / "profile.toml")
     if steps is not None:
-        if max_time is not None:
-            raise UsageError("--max-time is for measuring, and --steps has been measured")
+        refuse_unused(context, context.params.keys() - {"steps"}, _OF_STEPS, "--steps")
         done = of_steps(steps, model, device)
     else:
+        grid = replace(parse_grid(engine, sizes), repeats=repeats)
         messages = Console(stderr=True, highlight=False)
         options = tuple(vllm_options or ())
         done = measure_engine(

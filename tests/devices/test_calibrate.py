@@ -151,12 +151,20 @@ def test_command_writes_a_profile_that_is_a_device(tmp_path: Path) -> None:
         (["--engine", "sim", "--max-time", "9"], UsageError),
         (["--max-time", "0"], UsageError),
         (["--max-time", "nan"], UsageError),
-        (["--steps", "steps.json", "--max-time", "9"], UsageError),
     ],
 )
 def test_bad_usage_is_one_clear_error(arguments: list[str], kind: type[EbbenchError], tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["calibrate", "--output-dir", str(tmp_path), *arguments], standalone_mode=False)
     assert isinstance(result.exception, kind)
+
+
+@pytest.mark.parametrize(
+    "given", ["--max-time 9", "--repeats 3", "--check 0", "--engine sim", "--tokens 64,512", "-- --dtype float32"]
+)
+def test_nothing_that_says_how_to_measure_stands_beside_measured_steps(given: str, tmp_path: Path) -> None:
+    words = ["calibrate", "--steps", "steps.json", "--json", "--output-dir", str(tmp_path), *given.split()]
+    result = CliRunner().invoke(app, words, standalone_mode=False)
+    assert str(result.exception).startswith("--steps does not use ")
 
 
 def test_a_damaged_calibration_is_refused_with_the_field(tmp_path: Path) -> None:
