@@ -1,7 +1,7 @@
 """aiconfigurator-core asked at run time against the packaged tables: errors of both against measured servers.
 
-``python -m tests.benchmarks.bench_library --every N --group NAME``: cases of the fidelity report, every N-th of each
-group, once as they are and once with all products, attention, experts and collectives from the library.
+``python -m tests.benchmarks.bench_library [--every 6] [--group silicon]``: cases of the fidelity report, every so many
+of each group, once as they are and once with all products, attention, experts and collectives from the library.
 """
 
 from __future__ import annotations
