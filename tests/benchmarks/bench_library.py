@@ -29,7 +29,7 @@ def main() -> None:
     """Command-line entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=1)
-    parser.add_argument("--group", action="append")
+    parser.add_argument("--group", action="append", choices=GROUPS)
     args = parser.parse_args()
     cases = [case for group in args.group or GROUPS for case in _of(group)[:: args.every]]
     print("| group | device | figure | cells | tables: median error | library | tables: signed | library |")

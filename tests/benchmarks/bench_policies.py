@@ -45,6 +45,7 @@ def run_all(jobs: Sequence[Job], results: Results, workers: int) -> None:
     due = [
         replace(job, policies=missing) for job in jobs if (missing := results.missing(job.cell, job.seed, job.policies))
     ]
+    print(f"{len(jobs) - len(due)} of {len(jobs)} runs are stored already", flush=True)
     with ProcessPoolExecutor(workers) as pool:
         for job, found in zip(due, pool.map(run_job, due), strict=True):
             results.add(job.cell, job.seed, found or {})

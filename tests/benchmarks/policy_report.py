@@ -221,7 +221,8 @@ def report(results: Results, bounds: Mapping[str, Mapping[str, object]], plot: s
         "",
         "Simulated, on models of devices. `python -m tests.benchmarks.bench_policies --traces FOLDER`, then "
         "`python -m tests.benchmarks.policy_bounds --traces FOLDER` and `python -m tests.benchmarks.policy_report` "
-        "make this file. Tokens/s count input and output over the whole run. Every policy of a cell got the same plan "
+        "make this file, and keep what is stored (`--results` and `--output` name new files). "
+        "Tokens/s count input and output over the whole run. Every policy of a cell got the same plan "
         "(seed 0; two more seeds for the contenders where the lead is under 1 %). What the policies do: "
         "docs/rivals.md; what was tried and what falls short: policies-findings.md; how far to trust the devices: "
         "reports/fidelity.",
