@@ -102,6 +102,7 @@ def _of_mlp(model: ModelGeometry, at: str | tuple[str, ...], width: int) -> Iter
 
 PLAIN = "bfloat16"
 BESIDE = "hf_quant_config.json"  # ModelOptimizer's
+MLX = "quantization"
 _WHOLE_METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp8": "mxfp8"}
 _INTEGER_METHODS, _EXPERT_METHODS, _GONE, _LEFT_OUT = (
     NAMES.quantization[which] for which in ("integer", "experts", "gone", "left_out")
@@ -151,6 +152,8 @@ def read_types(path: Path, raw: Mapping[str, Any], modules: Iterable[Module]) ->
     ``modules``: its weights. Raises InputFileError, by the right name, for what vLLM does not read or what has no size
     here.
     """
+    if isinstance(raw.get(MLX), dict) and raw[MLX].get("bits"):
+        raise InputFileError(path, f"{MLX} is MLX's, whose weights vLLM does not read")
     place, config = _configuration(path, raw)
     if not config and raw.get("model_type") != DEEPSEEK_V4:
         return CheckpointTypes()
@@ -383,7 +386,7 @@ def _of_groups(path: Path, place: str, config: Mapping[str, Any]) -> list[_Schem
 
 
 def _of_weights(path: Path, place: str, weights: Mapping[str, Any]) -> _Type:
-    bits, kind, size = weights.get("num_bits"), str(weights.get("type")), weights.get("group_size")
+    bits, kind, size = weights.get("num_bits", 8), str(weights.get("type", "int")), weights.get("group_size")
     if kind == "float" and bits == 8:
         if size == 32:
             return _Type("mxfp8")
@@ -404,7 +407,8 @@ def _of_quark(path: Path, place: str, config: Mapping[str, Any]) -> list[_Scheme
         ((), config.get("global_quant_config")),
     ]:
         weights = entry.get("weight") if isinstance(entry, dict) else None
-        weights = weights[0] if isinstance(weights, list) and weights else weights
+        # Of two types the last is that of storage: whole numbers of 4 bits, widened to FP8.
+        weights = weights[-1] if isinstance(weights, list) and weights else weights
         if isinstance(weights, dict):
             schemes.append(_Scheme(targets, _of_name(path, place, str(weights.get("dtype")))))
     return schemes
@@ -540,21 +544,13 @@ def _kv(path: Path, method: str, config: Mapping[str, Any]) -> str:
             given = f"{scheme.get('num_bits')!r} bits of type {scheme.get('type')!r}"
             raise InputFileError(path, f"kv_cache_scheme has {given}; vLLM 0.32 reads 8 of type 'float'")
         return "fp8" if scheme else PLAIN
-    if method == "quark":
-        export = config.get("export")
-        return "fp8" if isinstance(export, dict) and export.get("kv_cache_group") else PLAIN
-    # Scales of the cache are in the checkpoint, whatever config.json calls its weights.
-    places = [
-        *((config, _inner(config)) if method.startswith("modelopt") else ()),
-        beside := _hf_quant_config(path),
-        _inner(beside),
-    ]
+    # vLLM's get_kv_cache_quant_algo_string: of ModelOptimizer's methods alone, and of no file but the one read.
+    places = (config, _inner(config)) if method.startswith("modelopt") else ()
     keys = ("kv_cache_scheme", "kv_cache_quant_algo")
-    scheme = next((place[key] for place in places for key in keys if place.get(key)), None)
+    scheme = next((place[key] for key in keys for place in places if place.get(key)), None)
     if isinstance(scheme, dict):
-        scheme = {("float", "8"): "FP8", ("float", "4"): "NVFP4"}.get(
-            (str(scheme.get("type")), str(scheme.get("num_bits")))
-        )
+        bits, static = scheme.get("num_bits") if scheme.get("type") == "float" else 0, scheme.get("dynamic") is False
+        scheme = "NVFP4" if str(bits) == "4" else "FP8" if str(bits) == "8" and static else None
     if str(scheme).upper() == "NVFP4":
         raise InputFileError(path, "a KV cache in NVFP4 has no cost model here")
     return "fp8" if str(scheme).upper() == "FP8" else PLAIN

@@ -115,10 +115,11 @@ def _after_layers(v: ConfigValues, layers: int) -> Kinds:
 
 
 def _chunks(v: ConfigValues, layers: int) -> Kinds:
-    """Llama 4: layers with rotary embeddings attend within chunks."""
+    """Llama 4: layers with rotary embeddings attend within chunks, if chunks have a size."""
     interval = v.number("no_rope_layer_interval", default=4)
-    listed = v.per_layer("no_rope_layers", layers) or [(layer + 1) % interval for layer in range(layers)]
-    return [CHUNK if rope else FULL for rope in listed]
+    stated = v.per_layer("no_rope_layers", layers) if v.listed("no_rope_layers") else None  # published files have []
+    listed = stated or [(layer + 1) % interval for layer in range(layers)]
+    return [CHUNK if rope and v.has("attention_chunk_size") else FULL for rope in listed]
 
 
 def _flags(key: str, flagged: str, unflagged: str = FULL) -> Pattern:
@@ -205,7 +206,7 @@ def _lfm2(v: ConfigValues) -> int:
     width = v.number("block_ff_dim", "intermediate_size", default=0) or v.number("intermediate_size", default=12288)
     v.understood(("block_dim", "block_use_swiglu", "block_mlp_init_scale", "block_out_init_scale", "block_norm_eps"))
     v.understood(("conv_dim", "conv_dim_out", "conv_use_xavier_init", "block_use_xavier_init", "full_attn_idxs"))
-    v.understood(("block_ffn_dim_multiplier", "block_multiple_of"))
+    v.understood(("block_ffn_dim_multiplier", "block_multiple_of", "num_heads"))
     if not v.flag("block_auto_adjust_ff_dim", default=True):
         return width
     factor, multiple = v.get("block_ffn_dim_multiplier"), v.number("block_multiple_of", default=256)
@@ -278,7 +279,14 @@ _DELTA_DEFAULTS = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
     "linear_num_value_heads": 32, "head_dim": 256,
 }  # fmt: skip
-_DELTA: Mapping[str, tuple[Rule, ...]] = {FULL: (softmax(gate="element"),), LINEAR: (delta,)}
+
+
+def _gated_unless_said(v: ConfigValues, layers: int) -> Any:
+    """Qwen3-Next: a gate for every element of the queries."""
+    return softmax(gate="element" if v.flag("attn_output_gate", default=True) else "")(v, layers)
+
+
+_DELTA: Mapping[str, tuple[Rule, ...]] = {FULL: (_gated_unless_said,), LINEAR: (delta,)}
 _STREAMS = (
     "its layers keep several streams of hidden states (hyper-connections), whose time is left out: steps are too fast"
 )
@@ -295,8 +303,7 @@ QWEN3 = replace(QWEN2, qk_norm=True, defaults={"head_dim": 128})
 QWEN_MOE = replace(QWEN2, experts=True)
 QWEN3_MOE = replace(QWEN_MOE, qk_norm=True)
 QWEN3_NEXT = Family(defaults=_DELTA_DEFAULTS, layers=_DELTA, experts=True, qk_norm=True,
-                    pattern=every(4, "full_attention_interval", otherwise=LINEAR),
-                    understood=("attn_output_gate",))  # fmt: skip
+                    pattern=every(4, "full_attention_interval", otherwise=LINEAR))  # fmt: skip
 DEEPSEEK = Family(layers=_LATENT, experts=True)
 DSA = replace(DEEPSEEK, layers={FULL: (latent, index)}, understood=_NOT_SPARSE, defaults={"first_k_dense_replace": 3})
 DEEPSEEK_V4 = Family(
@@ -464,7 +471,7 @@ FAMILIES: Mapping[str, Family] = {
         note="its encoders and their adapters are left out, weights and time",
     )),
     "minicpm": replace(
-        DENSE, understood=("dim_model_base", "scale_depth", "sparse_config"),  # vLLM attends to all tokens
+        DENSE, tied=True, understood=("dim_model_base", "scale_depth", "sparse_config"),  # vLLM attends to all tokens
     ),
     "falcon": Family(layers={FULL: (_falcon,)}, mlp_matrices=2, tied=True, width=_four_times,
                      understood=("num_kv_heads", "new_decoder_architecture")),
@@ -479,7 +486,7 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("inkling_text", "inkling_model"), INKLING),
     "cwm": replace(DENSE, pattern=every(4, first=True)),
     "granite_swa": replace(DENSE, pattern=every(4, first=True), tied=True),
-    "qwen": replace(DENSE, width=_half),
+    "qwen": replace(DENSE, width=_half, understood=("use_logn_attn",)),
     "chatglm": Family(understood=("multi_query_attention", "interleaved_qkv")),
     **dict.fromkeys(("qwen2", "mimo", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_text"), QWEN2),
     **dict.fromkeys(("qwen3", "qwen3_vl_text"), QWEN3),

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ebbench.devices.checkpoint_types import CheckpointTypes, read_modules, read_types
+from ebbench.devices.checkpoint_types import MLX, CheckpointTypes, read_modules, read_types
 from ebbench.devices.families import DENSE_MLP, EXPERTS, FAMILIES, FULL, REFUSED, TEXT_PARTS, WINDOW, Family
 from ebbench.devices.geometry import Mixer, ModelGeometry
 from ebbench.devices.mixer_rules import MOST, NAMES, SHARES_CACHE, ConfigValues, head_dim_of, heads_of, shortened
@@ -135,7 +135,7 @@ _STATED_STRETCHED = (None, "default", "su", "longrope", "llama3", "mrope")
 _TIED = "tie_word_embeddings"
 _ENCODER_PARTS = ("vision_config", "audio_config", "vit_config", "encoder_config", "audio_encoder_config")
 _OF_ALL = (
-    "quantization_config", "compression_config", _TIED, *_ENCODER_PARTS, "_name_or_path", "torch_dtype", "dtype",
+    "quantization_config", "compression_config", MLX, _TIED, *_ENCODER_PARTS, "_name_or_path", "torch_dtype", "dtype",
 )  # fmt: skip
 _NESTED = ("sparse_attention_config", "linear_attn_config", "moe_config", "attn_config", "ffn_config")
 """Objects within a config.json whose values count as the model's own."""
@@ -575,8 +575,11 @@ def _simplified(raw: Mapping[str, Any], family: Family, model: ModelGeometry) ->
     """What the geometry simplifies."""
     if family.note:
         yield family.note
-    if _encoders(raw):
-        yield "only its language model is simulated: the time of its encoder is left out, its weights are estimated"
+    if encoders := _encoders(raw):
+        weights = (
+            "its weights are estimated" if all(map(_encoder_params, encoders)) else "weights of one, without sizes, too"
+        )
+        yield f"only its language model is simulated: the time of its encoder is left out, {weights}"
     alone = sum(mixer.layers for mixer in model.mixers if mixer.kind == "compressed" and not mixer.every)
     if alone:
         yield f"{alone} of its layers keep a window alone and are timed as if they also had one key per 128 tokens"

@@ -77,6 +77,7 @@ def test_an_unknown_type_is_refused_or_assumed_with_a_caveat(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "key",
     [
+        "attn_output_gate",
         "head_compression",
         "kv_sharing_groups",
         "local_attention_span",
@@ -108,6 +109,42 @@ def test_keys_that_change_no_figure_are_understood(tmp_path: Path) -> None:
         "rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "head_dim": 64, "partial_rotary_factor": 0.5,
     }  # fmt: skip
     assert read(tmp_path, LLAMA, **fields).note == ""
+
+
+def test_attention_of_qwen3_next_has_a_gate_unless_said(tmp_path: Path) -> None:
+    gated, plain = (
+        read(tmp_path, LLAMA, model_type="qwen3_next", **DELTA, attn_output_gate=gate) for gate in (True, False)
+    )
+    assert gated.params - plain.params == 2 * 1024 * 16 * 256
+
+
+def test_chunks_without_a_size_are_none(tmp_path: Path) -> None:
+    assert kinds(read(tmp_path, LLAMA, model_type="llama4_text", attention_chunk_size=None)) == [("full", 8)]
+
+
+def test_an_empty_list_of_layers_without_positions_is_none(tmp_path: Path) -> None:
+    """Llama 4 in FP8, as it is published: which layers attend within chunks is in its class."""
+    config = {**LLAMA, "model_type": "llama4_text", "attention_chunk_size": 8192}
+    assert (
+        kinds(read(tmp_path, config, no_rope_layers=[])) == kinds(read(tmp_path, config)) == [("chunk", 6), ("full", 2)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("lfm2", {"num_heads": 16, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"] * 4}),
+        ("qwen", {"use_logn_attn": True}),
+    ],
+)
+def test_keys_of_published_files_that_change_nothing(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+    assert read(tmp_path, {**LLAMA, "model_type": kind, **fields}).note == ""
+
+
+def test_minicpm_has_one_matrix_for_embeddings_and_head(tmp_path: Path) -> None:
+    """MiniCPM-2B has 2.7 billion parameters; its config.json leaves out that they are tied, its class says so."""
+    untold = {key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"}
+    assert read(tmp_path, untold, model_type="minicpm").params == read(tmp_path, LLAMA, tie_word_embeddings=True).params
 
 
 def test_lists_of_layers_need_an_entry_for_each(tmp_path: Path) -> None:
@@ -470,6 +507,7 @@ def test_the_decoder_within_a_model_of_images_is_read(tmp_path: Path, key: str, 
     assert model.params == alone.params
     assert model.weight_bytes - alone.weight_bytes == 2 * 32 * (4 * 1280**2 + 2 * 1280 * 5120)
     assert "the time of its encoder is left out, its weights are estimated" in model.note
+    assert "weights of one" in read(tmp_path, outer, **{encoder: {"args": {"model": "vit_huge_patch16_224"}}}).note
 
 
 BY_MERGING = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "spatial_merge_size": 2}

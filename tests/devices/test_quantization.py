@@ -23,6 +23,7 @@ QWEN3_8B = {
 }  # fmt: skip
 GROUPS = {"group_0": {"weights": {"num_bits": 8, "type": "float"}, "input_activations": {"num_bits": 8}}}
 BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+FLOATS = {"num_bits": 8, "type": "float", "dynamic": False}
 IN_BLOCKS = {"group_0": {"weights": BLOCKS, "input_activations": {"num_bits": 8}}}
 
 
@@ -40,6 +41,31 @@ def written(folder: Path, **changes: object) -> Path:
         ({"quant_method": "compressed-tensors", "config_groups": GROUPS}, "fp8", "bfloat16"),
         ({"quant_method": "compressed-tensors", "config_groups": IN_BLOCKS}, "fp8_block", "bfloat16"),
         ({"quant_algo": "FP8", "config_groups": GROUPS, "kv_cache_scheme": "FP8"}, "fp8", "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": FLOATS}, "fp8", "fp8"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {**FLOATS, "dynamic": True}},
+            "fp8",
+            "bfloat16",
+        ),
+        ({"quant_method": "compressed-tensors", "config_groups": GROUPS, "kv_cache_scheme": FLOATS}, "fp8", "fp8"),
+        # What a server must be asked for: --kv-cache-dtype fp8.
+        (
+            {
+                "quant_method": "quark",
+                "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}},
+                "export": {"kv_cache_group": ["*k_proj", "*v_proj"]},
+            },
+            "fp8",
+            "bfloat16",
+        ),
+        # Stored as whole numbers of 4 bits.
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": [{"dtype": "fp8_e4m3"}, {"dtype": "int4"}]}},
+            "int4",
+            "bfloat16",
+        ),
+        # The types of compressed-tensors' own class.
+        ({"quant_method": "compressed-tensors", "config_groups": {"all": {"weights": {}}}}, "int8", "bfloat16"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, "int4", "bfloat16"),
         ({"quant_method": "gptq", "bits": 8}, "int8", "bfloat16"),
         (
@@ -58,6 +84,25 @@ def test_a_config_says_the_types_of_weights_and_kv_cache(
 ) -> None:
     model = read_config(written(tmp_path, quantization_config=config))
     assert (model.weight_dtype, model.kv_dtype) == (weights, kv)
+
+
+def test_a_file_beside_counts_where_the_config_says_nothing(tmp_path: Path) -> None:
+    """Qwen3.6-35B-A3B-NVFP4: its own file alone speaks of the KV cache, and vLLM does not open it."""
+    types = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": types}))
+    assert read_config(written(tmp_path)).kv_dtype == "fp8"
+    for method in ("modelopt", "fp8"):
+        inner = {"quant_method": method, "quant_algo": "FP8"}
+        assert read_config(written(tmp_path, quantization_config=inner)).kv_dtype == "bfloat16"
+
+
+def test_weights_quantized_for_mlx_are_refused(tmp_path: Path) -> None:
+    """They were read as weights in 16 bits, also within a model of images."""
+    own = {"quantization": {"group_size": 64, "bits": 4}}
+    for config in (QWEN3_8B | own, {"model_type": "qwen3_vl", "text_config": QWEN3_8B} | own):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(InputFileError, match="MLX"):
+            read_config(tmp_path / "config.json")
 
 
 FOURS = {"num_bits": 4, "type": "int", "symmetric": True}
