@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ebbench.devices.geometry import WEIGHT_BITS, Mixer, ModelGeometry
-from ebbench.devices.mixer_rules import NAMES
+from ebbench.devices.mixer_rules import NAMES, ModuleNames
 from ebbench.errors import InputFileError
 from ebbench.foreign.documents import read_object
 
@@ -22,19 +22,12 @@ from ebbench.foreign.documents import read_object
 
 ATTENTION, MLP, EXPERTS, HEAD = "attention", "mlp", "experts", "head"
 
+_FUSED = ("query_key_value", "wqkv", "W_pack", "c_attn")
+_OUT = ("o_proj", "out_proj", "dense", "wo", "c_proj")
 _LATENT = (("q_a_proj",), ("q_b_proj",), ("kv_a_proj_with_mqa", "kv_a_proj"), ("kv_b_proj",), ("o_proj", "dense"))
-_STATE = (("in_proj", "in_proj_qkvz", "in_proj_qkv", "q_proj", "qkv_proj"), ("out_proj", "o_proj"))
+_MAMBA = (("in_proj",), ("out_proj",))
+_STATE = (("in_proj", "in_proj_qkvz", "in_proj_qkv", "q_proj", "qkv_proj", *_FUSED), ("out_proj", "o_proj", "dense"))
 _INDEX = (("indexer.wq_b", "indexer.q_proj"), ("indexer.wk", "indexer.k_proj"))
-
-
-@dataclass(frozen=True)
-class ModuleNames:
-    """Parts of a layer: attention, what has a state in its place, MLP, experts."""
-
-    attention: str = "self_attn"
-    state: str = "linear_attn"
-    mlp: str = "mlp"
-    experts: str = "mlp.experts"
 
 
 class Module(NamedTuple):
@@ -46,43 +39,46 @@ class Module(NamedTuple):
 
 
 def read_modules(
-    model: ModelGeometry, names: ModuleNames, mixers: Sequence[Sequence[Mixer]], mlps: Sequence[str], dense: str
+    model: ModelGeometry, kind: str, mixers: Sequence[Sequence[Mixer]], mlps: Sequence[str], dense: str
 ) -> Iterator[Module]:
-    """The weights of all layers, and a language head of its own; ``mixers`` and ``mlps``: of every layer, of which
-    ``dense`` is a dense MLP's name."""
+    """The weights of all layers, and a language head of its own; ``kind``: its model_type; ``mixers`` and ``mlps``: of
+    every layer, of which ``dense`` is a dense MLP's name."""
+    names = NAMES.modules.get(kind, ModuleNames())
+    beside = names.experts.removesuffix(".experts")
+    passed = (names.shared,) if names.shared else (f"{beside}.shared_experts", f"{beside}.shared_expert")
     if not model.tied_embeddings:
         yield Module(HEAD, ("lm_head",), model.vocab * model.hidden)
     for layer, (own, mlp) in enumerate(zip(mixers, mlps, strict=True)):
         at = f"layers.{layer}"
         for mixer in own:
             part = names.state if mixer.kind == "state" else names.attention
-            for ends, params in _of_mixer(mixer):
+            states = _MAMBA if names.state in ("mamba", "mixer") else _STATE
+            for ends, params in _of_mixer(mixer, states):
                 yield Module(ATTENTION, tuple(f"{at}.{part}.{end}" for end in ends), params)
         if mlp == dense:
             width = model.dense_intermediate if model.experts else model.intermediate
             yield from _of_mlp(model, f"{at}.{names.mlp}", width)
         elif mlp:
-            shared = tuple(f"{at}.{names.mlp}{part}" for part in (".shared_experts", ".shared_expert", ""))
-            yield from _of_mlp(model, shared, model.shared_intermediate)
-            ends = ("0.down_proj", "0.w2", "down_proj")
+            yield from _of_mlp(model, tuple(f"{at}.{part}" for part in passed), model.shared_intermediate)
+            ends = ("0.down_proj", "0.w2", "down_proj", "output_linear")
             yield Module(
                 EXPERTS, tuple(f"{at}.{names.experts}.{end}" for end in ends), model.experts * model.expert_params
             )
 
 
-def _of_mixer(mixer: Mixer) -> Iterator[tuple[tuple[str, ...], int]]:
+def _of_mixer(mixer: Mixer, states: tuple[tuple[str, ...], ...]) -> Iterator[tuple[tuple[str, ...], int]]:
     if mixer.measured_alike:
         fused, *to_queries, out = mixer.products
         kept = mixer.cached or 0
         queries = fused.params - kept * fused.rows
-        yield ("q_proj", "qkv_proj"), max(queries, 0)
+        yield ("q_proj", "qkv_proj", *_FUSED), max(queries, 0)
         for product in to_queries:
             yield ("wq",), product.params
         for name in ("k_proj", "v_proj"):
-            yield (name, "qkv_proj"), (fused.params - max(queries, 0)) // 2
-        yield ("o_proj",), out.params
+            yield (name, "qkv_proj", *_FUSED), (fused.params - max(queries, 0)) // 2
+        yield _OUT, out.params
         return
-    named = {"latent": _LATENT, "index": _INDEX}.get(mixer.kind, _STATE)
+    named = {"latent": _LATENT, "index": _INDEX}.get(mixer.kind, states)
     if mixer.kind == "latent" and len(mixer.products) == len(_LATENT) - 1:
         named = (("q_proj",), *_LATENT[2:])
     count = len(named)
@@ -94,7 +90,11 @@ def _of_mlp(model: ModelGeometry, at: str | tuple[str, ...], width: int) -> Iter
     if not width:
         return
     places = (at,) if isinstance(at, str) else at
-    gated = (("gate_proj", "gate_up_proj"), ("up_proj", "gate_up_proj"), ("down_proj",))
+    gated = (
+        ("gate_proj", "gate_up_proj", "w1", "input_linear"),
+        ("up_proj", "gate_up_proj", "w3", "input_linear", "c_fc", "fc1", "dense_h_to_4h"),
+        ("down_proj", "w2", "output_linear", "c_proj", "fc2", "dense_4h_to_h"),
+    )
     for ends in gated[3 - model.mlp_matrices :]:
         names = tuple(f"{place}.{end}" for place in places for end in ends)
         yield Module(MLP, names, model.hidden * width)

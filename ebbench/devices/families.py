@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ebbench.devices.checkpoint_types import ModuleNames
 from ebbench.devices.geometry import Product
 from ebbench.devices.mixer_rules import (
     ConfigValues,
@@ -57,7 +56,7 @@ class Family:
     2 without. ``one_each``: a layer is attention or MLP, not both. ``tied``: whether embeddings are tied where the
     config does not say. ``streams``: the key of the number of streams of hidden states whose mixing has times.
     ``wide_router``: vLLM chooses experts in 32 bits. ``others``: parameters outside layers, embeddings and head.
-    ``modules``: names of the parts of a layer. ``understood``: keys that change nothing here. ``instead``: values that
+    ``understood``: keys that change nothing here. ``instead``: values that
     count in place of those given. ``note``: a caveat that its results carry.
     """
 
@@ -77,7 +76,6 @@ class Family:
     norms: int = 2
     streams: str = ""
     others: Callable[[ConfigValues], int] | None = None
-    modules: ModuleNames = field(default_factory=ModuleNames)
     understood: tuple[str, ...] = ()
     instead: Callable[[ConfigValues], Mapping[str, Any]] | None = None
     note: str = ""
@@ -281,12 +279,12 @@ _DELTA_DEFAULTS = {
 }  # fmt: skip
 
 
-def _gated_unless_said(v: ConfigValues, layers: int) -> Any:
-    """Qwen3-Next: a gate for every element of the queries."""
-    return softmax(gate="element" if v.flag("attn_output_gate", default=True) else "")(v, layers)
+def _gated_unless(key: str, kind: str = "full") -> Rule:
+    """Qwen3-Next, Muse Glimmer: a gate for every element of the queries, unless ``key`` denies it."""
+    return lambda v, layers: softmax(kind, gate="element" if v.flag(key, default=True) else "")(v, layers)
 
 
-_DELTA: Mapping[str, tuple[Rule, ...]] = {FULL: (_gated_unless_said,), LINEAR: (delta,)}
+_DELTA: Mapping[str, tuple[Rule, ...]] = {FULL: (_gated_unless("attn_output_gate"),), LINEAR: (delta,)}
 _STREAMS = (
     "its layers keep several streams of hidden states (hyper-connections), whose time is left out: steps are too fast"
 )
@@ -312,9 +310,7 @@ DEEPSEEK_V4 = Family(
     note="its KV cache is as vLLM 0.28 to 0.32 lay it out (0.22 took 5 % more); two public servers (0.22, "
          "0.26) had 4 to 5 GiB less of it per GPU than estimated here (--num-kv-blocks takes what vLLM says)",
 )  # fmt: skip
-_BLOCK_SPARSE_MOE = ModuleNames(experts="block_sparse_moe.experts")
 MINIMAX_M3 = Family(
-    modules=ModuleNames(mlp="block_sparse_moe", experts="block_sparse_moe.experts"),
     experts=True, qk_norm=True, wide_router=True, pattern=_flags("sparse_attention_freq", SPARSE),
     layers={FULL: (softmax(),), SPARSE: (block_sparse, block_index)},
     understood=("rotary_dim", "use_gemma_norm", "sparse_score_type", "sparse_disable_index_value",
@@ -322,7 +318,7 @@ MINIMAX_M3 = Family(
     note="its sparse layers choose whole blocks of keys; how long the choice takes was not measured",
 )  # fmt: skip
 MAMBA_ATTENTION: Mapping[str, tuple[Rule, ...]] = {FULL: (softmax(),), LINEAR: (mamba2,)}
-NEMOTRON_H = Family(modules=ModuleNames("mixer", "mixer", "mixer", "mixer.experts"), layers=MAMBA_ATTENTION,
+NEMOTRON_H = Family(layers=MAMBA_ATTENTION,
                     experts=True, mlp_matrices=2, one_each=True, norms=1,
                     defaults={"mamba_ssm_cache_dtype": "float32"},  # vLLM's, where the config does not say
                     understood=("time_step_rank", "mamba_proj_bias", "mtp_layers_block_type"))  # fmt: skip
@@ -330,7 +326,7 @@ GRANITE_HYBRID = Family(layers=MAMBA_ATTENTION, experts=True,
                         pattern=_listed_full("attn_layer_indices", otherwise=LINEAR),
                         dense_width=("shared_intermediate_size",), understood=("intermediate_size",))  # fmt: skip
 INKLING = Family(
-    experts=True, qk_norm=True, pattern=_listed_windows, modules=ModuleNames(attention="attn"),
+    experts=True, qk_norm=True, pattern=_listed_windows,
     layers={FULL: (relative(),), WINDOW: (relative("window", "swa_"),)},
     instead=_inkling_words,
     understood=("local_layer_ids", "v_head_dim", "swa_v_head_dim", "shared_expert_sink", "shared_experts_size",
@@ -447,7 +443,7 @@ def _step_window(v: ConfigValues, layers: int) -> Any:
     return softmax("window", gate=gate)(v.overlaid(own), layers)
 
 
-GEMMA4 = replace(GEMMA3, defaults={"head_dim": 256}, experts=True, modules=ModuleNames(experts="experts"),
+GEMMA4 = replace(GEMMA3, defaults={"head_dim": 256}, experts=True,
                  others=_per_layer_inputs, pattern=lambda v, layers: [*every(6)(v, layers)[:-1], FULL],
                  layers={FULL: (_gemma4_full,), WINDOW: (softmax("window"),)},
                  shared_width=("intermediate_size",), understood=("use_double_wide_mlp",))  # fmt: skip
@@ -478,7 +474,9 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("glm4", "glm4v_text", "glm4v", "glm_ocr_text"), replace(DENSE, norms=4)),
     "muse_glimmer_text": replace(
         DENSE, norms=4, pattern=lambda v, layers: every(4, first=True)(v, layers)[::-1],  # counted from the last
-        layers={FULL: (softmax(gate="element"),), WINDOW: (softmax("window", gate="element"),)},
+        layers={
+            FULL: (_gated_unless("use_attn_output_gate"),), WINDOW: (_gated_unless("use_attn_output_gate", "window"),),
+        },
     ),
     "olmo2": replace(DENSE, qk_norm=True),
     "olmo3": replace(DENSE, qk_norm=True, pattern=every(4)),
@@ -527,9 +525,8 @@ FAMILIES: Mapping[str, Family] = {
                               understood=(*_HUNYUAN_KEYS, "use_mixed_mlp_moe")),
     "hy_v3": replace(MIXTURE, qk_norm=True, wide_router=True, understood=("enable_moe_fp32_combine",),
                      defaults=_FIRST_DENSE),
-    "mixtral": replace(MIXTURE, modules=_BLOCK_SPARSE_MOE),
-    "minimax_m2": replace(MIXTURE, modules=_BLOCK_SPARSE_MOE, qk_norm=True, joint_norms=True, wide_router=True),
-    **dict.fromkeys(("dbrx", "phimoe", "granitemoe", "granitemoeshared", "olmoe", "flex_olmo", "deepseek",
+    "minimax_m2": replace(MIXTURE, qk_norm=True, joint_norms=True, wide_router=True),
+    **dict.fromkeys(("mixtral", "dbrx", "phimoe", "granitemoe", "granitemoeshared", "olmoe", "flex_olmo", "deepseek",
                      "solar_open", "aria_text"), MIXTURE),
     **dict.fromkeys(("glm4_moe", "glm4v_moe_text"), replace(MIXTURE, wide_router=True)),
     "dots1": replace(MIXTURE, pattern=_after_layers),
@@ -576,7 +573,7 @@ FAMILIES: Mapping[str, Family] = {
                           defaults={"moe_layers_enum": ",".join(map(str, range(4, 60)))}),  # vLLM's
     "youtu": Family(layers=_LATENT, tied=True),
     "minicpm3": Family(layers=_LATENT, tied=True, understood=("dim_model_base", "scale_depth")),
-    "llama4_text": replace(MIXTURE, modules=ModuleNames(mlp="feed_forward", experts="feed_forward.experts"),
+    "llama4_text": replace(MIXTURE,
                            pattern=_chunks, layers={FULL: (softmax(),), CHUNK: (softmax("chunk"),)},
                            shared_width=("intermediate_size",),
                            understood=("attention_chunk_size", "use_qk_norm", "for_llm_compressor")),
@@ -600,7 +597,6 @@ FAMILIES: Mapping[str, Family] = {
     "bailing_moe_v3": Family(
         experts=True, wide_router=True, pattern=_ling_groups, layers={FULL: (_ling_latent,), LINEAR: (_ling_delta,)},
         defaults={"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512},
-        modules=ModuleNames(attention="attention", state="attention"),
         understood=("group_norm_size", "linear_silu", "kda_lower_bound", "kda_safe_gate", "mtp_use_kda", "rotary_dim",
                     "num_kv_heads_for_linear_attn", "use_kda_lora", "use_mla_nope", "max_window_layers"),
     ),
@@ -613,7 +609,6 @@ FAMILIES: Mapping[str, Family] = {
     "lfm2": LFM2,
     "lfm2_moe": replace(LFM2, experts=True, width=None, defaults={}),
     "kimi_linear": Family(layers={FULL: (_kimi_latent,), LINEAR: (kimi_delta,)}, experts=True, pattern=_kimi,
-                          modules=ModuleNames(state="self_attn", experts="block_sparse_moe.experts"),
                           understood=("attn_res_block_size",), defaults=_FIRST_DENSE),
     "recurrent_gemma": Family(
         layers={FULL: (softmax("window"),), LINEAR: (gated_recurrence,)}, pattern=_repeated("block_types"), tied=True,

@@ -26,6 +26,17 @@ class Superseded(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: tuple[str, ...]
 
 
+class ModuleNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parts of a layer: attention, what has a state in its place, MLP, experts, and what every token passes beside
+    these."""
+
+    attention: str = "self_attn"
+    state: str = "linear_attn"
+    mlp: str = "mlp"
+    experts: str = "mlp.experts"
+    shared: str = ""
+
+
 class ConfigNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``config_names.toml``, which says what each table holds."""
 
@@ -39,6 +50,7 @@ class ConfigNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     encoders: dict[str, tuple[str, ...]]
     quantization: dict[str, tuple[str, ...]]
     modelopt: dict[str, str]
+    modules: dict[str, ModuleNames]
 
 
 NAMES = load_toml(Path(__file__).with_name("config_names.toml"), ConfigNames)
@@ -53,7 +65,7 @@ SHAPES = re.compile(
 """Keys that speak of layers, heads, KV or widths: what has one of these words and was not read is refused."""
 HARMLESS = re.compile(
     r".*(dropout|drop|bias|_norm|norm_\w+|layernorm|layer_?norm|loss|init\w*|rope|rotary|soft_?cap\w*|scale\w*|scaling\w*|multiplier\w*|theta|eps|epsilon"
-    r"|token_id|token_ids|token_index|mtp|nextn|quant\w*|cache_dtype|implementation|checkpoint\w*|aux|output_(?!gate)\w+|act|activation\w*|version|jitter\w*|pdrop|clip\w*)(?![a-z]).*"
+    r"|token_id|token_ids|token_index|mtp|nextn|quant\w*|cache_dtype|implementation|checkpoint\w*|aux|output_(?!gate$)\w+|act|activation\w*|version|jitter\w*|pdrop|clip\w*)(?![a-z]).*"
     r"|max_\w*(position|len|length|seq)\w*|(n|num)_?(ctx|positions)|.*(max_seq_len|seq_length|context_length|model_max_length).*|pretraining_tp|attn_impl\w*|torch_dtype|dtype|architectures"
     r"|chunk_size_feed_forward|(mamba_)?chunk_size|topk_group|n_group|num_expert_group|topk_method|scoring_func|expert_selection_fn|router_\w+|use_mamba_kernels|use_cache"
     r"|moe_(router|renormalize|token_drop\w*|shared_expert_overlap|routed_scaling\w*|aux\w*|norm\w*|use_\w*|capacity|gate|dropout|group\w*|layer_recompute|multi\w*|random\w*|softmax\w*)\w*"

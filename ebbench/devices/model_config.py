@@ -266,7 +266,7 @@ def _geometry(
     by_layer = _mixers(path, v, family, plan)
     mlps = _mlps(v, family, kinds, layers)
     model = _with_mlps(v, family, _base(path, v, raw, family, by_layer), mlps, plan)
-    types = read_types(path, raw, read_modules(model, family.modules, by_layer, mlps, DENSE_MLP))
+    types = read_types(path, raw, read_modules(model, str(raw.get("model_type")), by_layer, mlps, DENSE_MLP))
     model = _with_types(model, types, _encoder_bytes(raw))
     unknown = v.not_understood()
     if unknown and not assume_decoder:

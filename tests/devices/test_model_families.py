@@ -623,6 +623,37 @@ def test_types_that_most_weights_of_a_kind_do_not_have_count_in_the_size(tmp_pat
     assert "37% of its attention projections are in bfloat16" in model.note
 
 
+MAMBA = {"mamba_d_conv": 4, "mamba_d_state": 64, "mamba_n_heads": 32, "mamba_d_head": 64, "mamba_expand": 2}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 512}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "parts"),
+    [
+        ("lfm2", {"conv_L_cache": 3, "layer_types": ["conv", "full_attention"] * 4},
+         ["conv", "feed_forward", "re:.*self_attn.(q|k|v|out)_proj$"]),
+        ("falcon_h1", MAMBA, ["mamba", "feed_forward.gate_proj", "feed_forward.up_proj", "down_proj", "self_attn"]),
+        ("granitemoehybrid", {**MAMBA, **EXPERTS, "num_local_experts": 4, "shared_intermediate_size": 256,
+                              "layer_types": ["mamba", "attention"] * 4},
+         ["re:.*mamba.*", "re:.*shared_mlp.*", "re:.*block_sparse_moe.output_linear", "self_attn"]),
+        ("bailing_moe_v2", {**EXPERTS, "num_experts": 4, "num_shared_experts": 1},
+         ["re:.*attention.query_key_value$", "re:.*attention.dense$", "mlp"]),
+        ("step3p5", {"moe_num_experts": 4, "moe_top_k": 2, "moe_intermediate_size": 512, "share_expert_dim": 512,
+                     "moe_layers_enum": "1,2,3,4,5,6,7"}, ["moe", "share_expert", "model.layers.0.mlp", "self_attn"]),
+        ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 512},
+         ["re:.*mlp.shared_mlp.*", "re:.*mlp.experts.*", "self_attn"]),
+    ],
+)  # fmt: skip
+def test_parts_of_layers_have_their_published_names(
+    tmp_path: Path, kind: str, fields: dict[str, Any], parts: list[str]
+) -> None:
+    """A configuration that leaves out all of them leaves the model in 16 bits."""
+    groups = {"all": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int"}}}
+    given = {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": parts}
+    model = read(tmp_path, {**LLAMA, "model_type": kind, **fields}, quantization_config=given)
+    assert (model.plain, model.other_bytes) == (True, 0)
+
+
 def test_mixed_precision_is_read_by_the_names_of_layers(tmp_path: Path) -> None:
     named = {
         f"model.layers.{layer}.{part}": {"quant_algo": kind}
