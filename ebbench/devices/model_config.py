@@ -109,8 +109,13 @@ def as_config(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("qk_nope_head_dim"):
         config["model_type"] = "deepseek_v3"
     config = {key: value for key, value in config.items() if key not in _NO_SHAPE}
-    if isinstance(encoder := config.pop("vision_encoder", None), dict):
-        config["vision_config"] = encoder
+    multimodal = _part(config, "multimodal")
+    for key, encoder in (
+        ("vision_config", _part(config, "vision_encoder") or _part(multimodal, "vision_encoder_args")),
+        ("audio_config", _part(_part(multimodal, "whisper_model_args"), "encoder_args")),
+    ):
+        if encoder:
+            config[key] = {NAMES.params.get(name, name): value for name, value in encoder.items()}
     windows = config.get("sliding_window")
     if isinstance(windows, list) and windows:
         kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
@@ -121,6 +126,11 @@ def as_config(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(quantization, dict) and quantization:
         config["quantization_config"] = _quantization(path, quantization)
     return config
+
+
+def _part(whole: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    part = whole.get(key)
+    return part if isinstance(part, dict) else {}
 
 
 def _quantization(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,7 +179,8 @@ def read_config(path: Path, *, assume_decoder: bool = False) -> ModelGeometry:
     return _geometry(
         path,
         raw,
-        _left_out(raw, family, within=raw.keys() != whole.keys() | {"model_type"}),
+        # vLLM gives a params.json no class, and so no defaults.
+        {} if of_params else _left_out(raw, family, within=raw.keys() != whole.keys() | {"model_type"}),
         family,
         doubts,
         assume_decoder,

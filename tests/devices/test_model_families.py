@@ -485,9 +485,19 @@ def test_mistrals_own_format_is_read(tmp_path: Path) -> None:
     }  # fmt: skip
     write(tmp_path, params, "params.json")
     model, known = find_model(str(tmp_path)), read(tmp_path / "config", LLAMA)
-    assert (model.params, model.kv_bytes_per_token) == (known.params, known.kv_bytes_per_token)
+    assert (model.params, model.mixers) == (known.params, known.mixers)  # the class mistral has a window by default
     mixture = write(tmp_path, {**params, "moe": {"num_experts": 4, "num_experts_per_tok": 2}}, "params.json")
     assert read_config(mixture).experts == 4
+
+
+def test_mistrals_own_files_without_experts_are_dense(tmp_path: Path) -> None:
+    """Voxtral's have an encoder of sound; the class of models with latents has 256 experts by default."""
+    sizes = {"dim": 1024, "n_layers": 8, "hidden_dim": 4096, "n_heads": 16, "vocab_size": 32000, **LATENT}
+    plain = read_config(write(tmp_path, sizes, "params.json"))
+    assert plain.experts == 0
+    encoder = {"dim": 1280, "n_layers": 32, "head_dim": 64, "hidden_dim": 5120, "n_heads": 20}
+    heard = {**sizes, "multimodal": {"whisper_model_args": {"encoder_args": encoder}}}
+    assert read_config(write(tmp_path, heard, "params.json")).encoder_bytes == 2 * 32 * 1280 * (4 * 1280 + 2 * 5120)
 
 
 def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
