@@ -102,7 +102,7 @@ def _of_mlp(model: ModelGeometry, at: str | tuple[str, ...], width: int) -> Iter
 
 PLAIN = "bfloat16"
 BESIDE = "hf_quant_config.json"  # ModelOptimizer's
-MLX = "quantization"
+MLX, MIXED = "quantization", "MIXED_PRECISION"
 _WHOLE_METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp8": "mxfp8"}
 _INTEGER_METHODS, _EXPERT_METHODS, _GONE, _LEFT_OUT = (
     NAMES.quantization[which] for which in ("integer", "experts", "gone", "left_out")
@@ -242,7 +242,13 @@ def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _schemes(path: Path, place: str, method: str, config: Mapping[str, Any]) -> tuple[list[_Scheme], tuple[str, ...]]:
     left_out = _left_out(config) or _left_out(_inner(config))
     if method.startswith("modelopt"):
-        return _of_modelopt(path, place, _inner(config)), left_out
+        inner = _inner(config)
+        if str(inner.get("quant_algo")).upper() == MIXED and not inner.get(
+            "quantized_layers"
+        ):  # older: the file beside
+            inner = _inner(_hf_quant_config(path)) or inner
+            left_out = _left_out(inner)
+        return _of_modelopt(path, place, inner), left_out
     if method in _WHOLE_METHODS:
         in_blocks = method == "fp8" and config.get("weight_block_size")
         return [_Scheme((), _Type("fp8_block" if in_blocks else _WHOLE_METHODS[method]))], left_out
@@ -266,7 +272,7 @@ def _schemes(path: Path, place: str, method: str, config: Mapping[str, Any]) -> 
 
 def _left_out(config: Mapping[str, Any]) -> tuple[str, ...]:
     lists: Iterable[object] = (config.get(key) for key in _LEFT_OUT)
-    listed = next((names for names in lists if isinstance(names, list)), [])
+    listed = next((names for names in lists if isinstance(names, list) and names), [])
     return tuple(str(name) for name in listed)
 
 
@@ -351,7 +357,7 @@ def _of_torchao(path: Path, place: str, given: object) -> list[_Scheme]:
 def _of_modelopt(path: Path, place: str, config: Mapping[str, Any]) -> list[_Scheme]:
     algorithm = str(config.get("quant_algo") or "").upper()
     named = config.get("quantized_layers")
-    if algorithm == "MIXED_PRECISION" and isinstance(named, dict):
+    if algorithm == MIXED and isinstance(named, dict):
         return [
             _Scheme((str(name),), _algorithm(path, place, str(layer.get("quant_algo")).upper()))
             for name, layer in named.items()

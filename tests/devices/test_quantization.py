@@ -96,6 +96,23 @@ def test_a_file_beside_counts_where_the_config_says_nothing(tmp_path: Path) -> N
         assert read_config(written(tmp_path, quantization_config=inner)).kv_dtype == "bfloat16"
 
 
+def test_layers_of_mixed_precision_may_be_in_the_file_beside(tmp_path: Path) -> None:
+    layers = {f"model.layers.{layer}.mlp.{name}_proj": {"quant_algo": "FP8"} for layer in range(36)
+              for name in ("gate", "up", "down")}  # fmt: skip
+    types = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8", "quantized_layers": layers}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": types}))
+    given = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    model = read_config(written(tmp_path, quantization_config=given))
+    assert (model.weight_dtype, model.dtype_of_attention, model.kv_dtype) == ("fp8", "bfloat16", "bfloat16")
+
+
+def test_an_empty_list_of_what_is_left_out_is_none(tmp_path: Path) -> None:
+    """As vLLM's class for FP8: the second key counts where the first has nothing."""
+    lists = {"ignore": [], "ignored_layers": [], "modules_to_not_convert": ["self_attn"]}
+    model = read_config(written(tmp_path, quantization_config={"quant_method": "fp8", **lists}))
+    assert (model.dtype_of_attention, model.weight_dtype) == ("bfloat16", "fp8")
+
+
 def test_weights_quantized_for_mlx_are_refused(tmp_path: Path) -> None:
     """They were read as weights in 16 bits, also within a model of images."""
     own = {"quantization": {"group_size": 64, "bits": 4}}
