@@ -7,7 +7,7 @@ Sizes of states are vLLM's (``model_executor/layers/mamba/mamba_utils.py``).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,7 @@ HARMLESS = re.compile(
 """The ones of these on which no figure depends."""
 MOST = 2**40
 """No size of a model is larger."""
+MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _EMPTY = (None, False, 0, 0.0, "", "none")
 
 
@@ -143,11 +144,18 @@ class ConfigValues:
     def per_layer(self, key: str, layers: int) -> list[Any] | None:
         """A list with one entry per layer, or None. Raises InputFileError for one of another length."""
         value = self.listed(key)
-        if value is not None and len(value) != layers:
-            raise InputFileError(self.path, f"{key} has {len(value)} entries for {layers} layers; it needs one each")
-        for entry in value or ():
+        if value is None:
+            return None
+        for entry in value:
             self._check_plain(key, entry)
-        return value
+        return list(self.of_layers(key, value, layers))
+
+    def of_layers(self, key: str, listed: Sequence[Any], layers: int) -> Sequence[Any]:
+        """A list without the entries of MTP modules, which may follow those of the layers (Step 3.5). Raises
+        InputFileError for one of another length."""
+        if len(listed) not in (layers, layers + self.number(*MTP_LAYERS, default=0)):
+            raise InputFileError(self.path, f"{key} has {len(listed)} entries for {layers} layers; it needs one each")
+        return listed[:layers]
 
     def objects(self, key: str) -> Mapping[str, Any]:
         """An object whose values are plain, empty if there is none. Raises InputFileError for anything else."""

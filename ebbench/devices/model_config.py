@@ -19,7 +19,16 @@ from typing import Any, NamedTuple
 from ebbench.devices.checkpoint_types import MLX, CheckpointTypes, read_modules, read_types
 from ebbench.devices.families import DENSE_MLP, EXPERTS, FAMILIES, FULL, REFUSED, TEXT_PARTS, WINDOW, Family
 from ebbench.devices.geometry import Mixer, ModelGeometry
-from ebbench.devices.mixer_rules import MOST, NAMES, SHARES_CACHE, ConfigValues, head_dim_of, heads_of, shortened
+from ebbench.devices.mixer_rules import (
+    MOST,
+    MTP_LAYERS,
+    NAMES,
+    SHARES_CACHE,
+    ConfigValues,
+    head_dim_of,
+    heads_of,
+    shortened,
+)
 from ebbench.devices.routers import FLOAT32
 from ebbench.errors import InputFileError
 from ebbench.foreign.documents import read_object, read_toml
@@ -301,8 +310,7 @@ def _kinds(v: ConfigValues, family: Family, layers: int) -> list[str]:
         listed = _pattern(v, family, layers)
     elif not isinstance(listed, str | list):
         raise InputFileError(v.path, f"{key} must be a list with a layer each")
-    elif len(listed) != layers:
-        raise InputFileError(v.path, f"{key} has {len(listed)} entries for {layers} layers; it needs one each")
+    listed = v.of_layers(key, listed, layers)
     kinds = [_KINDS.get(str(kind), str(kind)) for kind in listed]
     allowed = {*family.layers, *((DENSE_MLP, EXPERTS) if family.one_each else ())}
     for kind, name in zip(kinds, listed, strict=True):
@@ -450,7 +458,7 @@ def _base(
         other_params=family.others(v) if family.others else 0,
         dtype_bytes=_dtype(path, raw),
         positions=max_positions(raw),
-        mtp_layers=v.number("num_nextn_predict_layers", "mtp_num_hidden_layers", default=0),
+        mtp_layers=v.number(*MTP_LAYERS, default=0),
     )
     return model if set(model.mixers) == set(mixers) else replace(model, own_mixers=mixers)
 

@@ -147,6 +147,15 @@ def test_minicpm_has_one_matrix_for_embeddings_and_head(tmp_path: Path) -> None:
     assert read(tmp_path, untold, model_type="minicpm").params == read(tmp_path, LLAMA, tie_word_embeddings=True).params
 
 
+def test_lists_may_go_on_with_modules_that_predict_further_tokens(tmp_path: Path) -> None:
+    """Step-3.5-Flash: 48 kinds for 45 layers and 3 modules."""
+    listed = ["full_attention", "sliding_attention"] * 5
+    config = {**LLAMA, "model_type": "step3p5", "sliding_window": 512, "layer_types": listed}
+    assert kinds(read(tmp_path, config, num_nextn_predict_layers=2)) == [("full", 4), ("window", 4)]
+    with pytest.raises(InputFileError, match="10 entries for 8 layers"):
+        read(tmp_path, config)
+
+
 def test_lists_of_layers_need_an_entry_for_each(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match="layer_types has 4 entries for 8 layers"):
         read(tmp_path, LLAMA, layer_types=["full_attention"] * 4)
