@@ -125,7 +125,7 @@ class Collectives:
         if self.link != next(iter(self.profile.links)) or select("collective", device=self._device).num_rows:
             return None
         curve = library.collective(self.profile, operation, self.gpus, SIZES)
-        return None if curve is None or not curve.origin.exact else (curve.points, np.maximum.accumulate(curve.times))
+        return None if curve is None or not curve.origin.exact else (curve.points, lower_envelope(curve.times, 0))
 
 
 def choose_link(profile: DeviceProfile, wanted: str = "") -> str:
@@ -535,9 +535,9 @@ def _sustained(profile: DeviceProfile, times: Array, operations: Array, dtype: s
 def _continued(x: Array, points: Array, times: Array, *, rising: bool = True) -> Array:
     """Linear interpolation; beyond the last point with the mean slope of the last half of the measured range.
 
-    ``rising``: more tokens never take less time, and a dip is noise.
+    ``rising``: more tokens never take less time: a dip is noise, and so is a spike.
     """
-    times = increasing(times, 0) if rising else times
+    times = increasing(without_spikes(times), 0) if rising else times
     half = min(int(np.searchsorted(points, points[-1] / 2)), len(points) - 2)
     slope = (times[-1] - times[half]) / (points[-1] - points[half])
     return np.asarray(np.interp(x, points, times) + np.maximum(x - points[-1], 0.0) * slope)

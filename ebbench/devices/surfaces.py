@@ -518,11 +518,18 @@ def _by_length(points: Mapping[int, float], per_pair: float) -> Array:
     return np.asarray(inside + beyond)
 
 
+def _single_prompts(times: Mapping[tuple[int, ...], float]) -> dict[int, float]:
+    """Times of one prompt by its length, of those of several (``(prompts, length)``)."""
+    lengths = sorted(length for prompts, length in times if prompts == 1)
+    single = without_spikes(np.array([times[1, length] for length in lengths]))
+    return dict(zip(lengths, single.tolist(), strict=True))
+
+
 def _slope_by_length(slopes: dict[int, float], per_pair: float) -> Array:
     x = np.arange(MAX_CHUNK + 1, dtype=float)
     lengths = sorted(slopes)
-    inside = np.interp(x, lengths, np.maximum.accumulate([slopes[c] for c in lengths]))
-    return np.asarray(inside + np.maximum(x - lengths[-1], 0.0) * per_pair)
+    rising = increasing(without_spikes(np.array([slopes[c] for c in lengths])), 0)
+    return np.asarray(np.interp(x, lengths, rising) + np.maximum(x - lengths[-1], 0.0) * per_pair)
 
 
 def _further_prompts(batched: Mapping[tuple[int, ...], float], first: Array, per_pair: float) -> tuple[Array, Array]:
@@ -554,7 +561,7 @@ def _from_pure(
     """
     rows = _rows("decode", ("seqs", "context"), device, key)
     decode = _pure_decode(rows, max(_stream_rate(rows), stream_s))
-    lone = {c: t for (s, c), t in batched.items() if s == 1}
+    lone = _single_prompts(batched)
     *_, short, _, long = sorted(lone)
     per_pair = 2 * (lone[long] - lone[short]) / (long**2 - short**2)
     first = _by_length(lone, per_pair)
@@ -572,11 +579,12 @@ def library_surfaces(rows: Rows, stream_s: float = 0.0) -> Surfaces:
     A module's decodes add to a step with prompts what exceeds the smallest decode: its weights are read once. What has
     a state in place of a cache takes as long after any context.
     """
-    alone = {chunk: time for (prompts, chunk), time in rows.prompt.items() if prompts == 1}
-    growth: dict[int, list[float]] = {}
-    for (chunk, cached), time in rows.following.items():
-        growth.setdefault(chunk, []).append(max(time - alone[chunk], 0.0) / cached)
-    slopes = {chunk: float(np.mean(times)) for chunk, times in growth.items()}
+    alone = _single_prompts(rows.prompt)
+    cached = sorted({tokens for _, tokens in rows.following})
+    slopes = {}
+    for chunk in sorted({chunk for chunk, _ in rows.following}):
+        growth = np.array([max(rows.following[chunk, tokens] - alone[chunk], 0.0) for tokens in cached])
+        slopes[chunk] = float(growth @ cached / np.dot(cached, cached))
     per_pair = slopes[max(slopes)] / max(slopes)
     first = _by_length(alone, per_pair)
     following, next_context = _further_prompts(rows.prompt, first, per_pair)
