@@ -336,7 +336,7 @@ def step_arrays(
         notes += origins
         flops_per_token = 2.0 * model.experts_per_token * model.expert_params / max(shape.ep, shape.tp)
         experts = _sustained(
-            profile, _continued(tokens, points, times), tokens * flops_per_token, model.dtype_of_experts
+            profile, continued(tokens, points, times), tokens * flops_per_token, model.dtype_of_experts
         )
         warnings += unmeasured
     joined = _collectives(profile, model, shape, tokens, eager)
@@ -388,7 +388,7 @@ class _Work(NamedTuple):
             total += part.expert_layers * (beside if experts is None else beside + experts)
         norms = _small_kernel(self.profile, "layernorm", part.norms * part.hidden, self.tokens, part.norms)
         total += part.layers * norms
-        return total if self.streams is None else total + part.layers * _continued(self.tokens, *self.streams[:2])
+        return total if self.streams is None else total + part.layers * continued(self.tokens, *self.streams[:2])
 
     def _products_s(self, products: Sequence[Product], dtype: str) -> Array:
         total = np.zeros(MAX_TOKENS + 1)
@@ -396,7 +396,7 @@ class _Work(NamedTuple):
             points, times = self.products[dtype](product.columns, product.rows)
             work = self.tokens * (2.0 * product.params)
             # FP8 kernels are chosen by the number of tokens: on Hopper 32 take longer than 64, on servers too.
-            time = _continued(self.tokens, points, times, rising=not dtype.startswith("fp8"))
+            time = continued(self.tokens, points, times, rising=not dtype.startswith("fp8"))
             total += _sustained(self.profile, time, work, dtype)
         return total
 
@@ -532,7 +532,7 @@ def _sustained(profile: DeviceProfile, times: Array, operations: Array, dtype: s
     return times + (profile.gemm_factor - 1.0) * np.minimum(operations / rate, times)
 
 
-def _continued(x: Array, points: Array, times: Array, *, rising: bool = True) -> Array:
+def continued(x: Array, points: Array, times: Array, *, rising: bool = True) -> Array:
     """Linear interpolation; beyond the last point with the mean slope of the last half of the measured range.
 
     ``rising``: more tokens never take less time: a dip is noise, and so is a spike.
@@ -621,7 +621,7 @@ def _small_kernel(profile: DeviceProfile, layer: str, width: int, tokens: Array,
         if len(points):
             profiled = _small_width(name, layer)
             fixed = float(times.min())
-            growth = _continued(tokens, points, times) - fixed
+            growth = continued(tokens, points, times) - fixed
             return np.asarray(count * fixed + growth * (width / profiled))
     return np.asarray(count * KERNEL_S + tokens * (width * _TRAFFIC[layer] * 2 / profile.bandwidth_bytes_per_s))
 
@@ -638,7 +638,7 @@ def _small_width(name: str, layer: str) -> int:
 def _head(profile: DeviceProfile, model: ModelGeometry, part: ModelGeometry, gemm: Gemm) -> Array:
     """The language head for the vocabulary's slice, and sampling over the whole vocabulary."""
     sampled = np.arange(MAX_SAMPLED + 1, dtype=float)
-    product = _continued(sampled, *gemm(part.vocab, model.hidden))
+    product = continued(sampled, *gemm(part.vocab, model.hidden))
     product = _sustained(profile, product, sampled * (2.0 * part.vocab * model.hidden), model.head_dtype)
     sampler = SAMPLER_S + sampled * model.vocab * SAMPLER_BYTES_PER_LOGIT / profile.bandwidth_bytes_per_s
     head = product + sampler

@@ -10,11 +10,11 @@ import pytest
 
 from ebbench.config.topology import parse_topology
 from ebbench.devices.base import Parallel, StepShape, quantised
-from ebbench.devices.layers import Collectives, nearest, scaled_times, shapes_measured, step_arrays
-from ebbench.devices.library import select
+from ebbench.devices.layers import Collectives, continued, nearest, scaled_times, shapes_measured, step_arrays
+from ebbench.devices.library import Origin, Rows, select
 from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import find_model, find_profile
-from ebbench.devices.surfaces import lower_envelope, without_spikes
+from ebbench.devices.surfaces import library_surfaces, lower_envelope, without_spikes
 from ebbench.papers.fidelity.cases_servers import measured_servers
 from ebbench.papers.fidelity.runs import run_cases
 from ebbench.runs.execute import Task, make
@@ -50,6 +50,35 @@ def test_single_calls_that_took_too_long_are_no_part_of_a_step() -> None:
     arrays = step_arrays(find_profile("b200"), model)
     assert arrays is not None
     assert arrays.dense[16] < 1.05 * arrays.dense[32]
+
+
+def test_a_prompt_that_took_too_long_makes_no_longer_ones_slow() -> None:
+    """Sparse attention of GLM-5.1, 128 tokens on one of eight B200: 3.7 ms, where 64 and 256 took 2.1."""
+    lengths = (1, 16, 64, 128, 256, 512, 2048)
+    times_s = dict.fromkeys(lengths, 2.1e-3) | {128: 3.7e-3}
+    rows = Rows(
+        decode={(seqs, context): 1e-3 for seqs in (1, 4096) for context in (16, 1024)},
+        prompt={(1, length): time_s for length, time_s in times_s.items()},
+        # Reading 16,384 cached tokens takes 0.5 ms, of which two calls of one length, too slow by 1 ms, say nothing.
+        following={
+            (chunk, cached): times_s[chunk] + 0.5e-3 * cached / 16_384 + (1e-3 if chunk == 256 else 0.0)
+            for chunk in (64, 128, 256, 512, 2048)
+            for cached in (4096, 16_384)
+        },
+        module=True,
+        origin=Origin(True, "a test"),
+    )
+    surfaces = library_surfaces(rows)
+    assert surfaces.first[[128, 256, 2048]] == pytest.approx([2.1e-3] * 3)
+    cached_s = 16_384 * surfaces.first_context[[64, 512, 2048]]
+    assert cached_s == pytest.approx([0.5e-3] * 3, rel=0.35)
+    assert cached_s[0] == pytest.approx(0.5e-3)
+
+
+def test_a_slow_call_of_one_token_makes_no_batch_slow() -> None:
+    """Experts of gpt-oss-120b, one token on eight H200: 8.9 us, where 8 tokens take 6.8 and 192 take 8.0."""
+    points, times = np.array([1.0, 8.0, 64.0, 192.0, 512.0]), np.array([8.9, 6.8, 7.2, 8.0, 9.1])
+    assert continued(points, points, times).tolist() == [6.8, 6.8, 7.2, 8.0, 9.1]
 
 
 @pytest.mark.parametrize(("device", "kb"), [("a100", (8, 16, 32)), ("b200", (1024, 2048))])
