@@ -13,7 +13,7 @@ tell = partial(typer.echo, err=True)
 GROUPS = (
     "replay", "calibration", "table 3", "table 2 and figure 5", "figure 3", "figure 4", "table 13",
     "table 6", "table 17", "table 19", "table 20", "authors' repetition", "silicon", "servers",
-    "gpustack", "kv cache", "iog", "capacity",
+    "gpustack", "kv cache", "iog", "capacity", "steps",
 )  # fmt: skip
 
 

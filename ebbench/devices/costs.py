@@ -16,8 +16,8 @@ from ebbench.config.declare import DEFAULT_VLLM
 from ebbench.devices import library
 from ebbench.devices.base import BANDWIDTH_SHARE, COMPUTE_SHARE, SINGLE, CostModel, Device, Drafter, Parallel, StepShape
 from ebbench.devices.geometry import ModelGeometry, decode_flops, pair_flops
-from ebbench.devices.launches import launch_s
-from ebbench.devices.layers import GRAPH_TOKENS, MAX_SAMPLED, MAX_TOKENS, step_arrays
+from ebbench.devices.launches import launch_s, prompt_launch_s
+from ebbench.devices.layers import GRAPH_TOKENS, MAX_SAMPLED, MAX_TOKENS, PADDED, step_arrays
 from ebbench.devices.library import select, table_source
 from ebbench.devices.profiles import DATA, DeviceProfile, identity_given, list_devices
 from ebbench.devices.surfaces import (
@@ -379,10 +379,11 @@ class TableCost:
     """Step time from precomputed tables; a pure function of the shape, a few microseconds per call.
 
     ``attention``: layers of each kind, with the tables of one.
-    ``dense_s`` is indexed by tokens, ``head_s`` by sampled sequences. ``launch_s``: least time to launch a step's
-    kernels (eager mode); 0 with CUDA graphs. ``overlap``: asynchronous scheduling; the host prepares the next step
-    while the GPU works, so its time counts only if it is longer. ``experts_s``, by the tokens of all units: only for a
-    unit of an engine whose units share experts. ``drafter``: of a server with speculative decoding.
+    ``dense_s`` is indexed by tokens, of a CUDA graph those of the graph; ``head_s`` by sampled sequences. ``launch_s``:
+    least time to launch a step's kernels: of decodes within the largest CUDA graph (0 but in eager mode), of prompts
+    within it, and of steps beyond it. ``overlap``: asynchronous scheduling; the host prepares the next step while the
+    GPU works, so its time counts only if it is longer. ``experts_s``, by the tokens of all units: only for a unit of
+    an engine whose units share experts. ``drafter``: of a server with speculative decoding.
     """
 
     dense_s: array[float]
@@ -390,7 +391,7 @@ class TableCost:
     attention: tuple[tuple[int, AttentionTables], ...]
     host: HostCosts
     overlap: bool
-    launch_s: float = 0.0
+    launch_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
     experts_s: array[float] | None = None
     drafter: Drafter | None = None
 
@@ -401,8 +402,8 @@ class TableCost:
         gpu = self.gpu_s(shape)
         if self.experts_s is not None:
             gpu += self._experts_s(_tokens(shape))
-        if gpu < self.launch_s:
-            gpu = self.launch_s
+        if gpu < self.launch_s[2]:  # most steps take longer than all launches
+            gpu = max(gpu, self._launch_s(shape))
         if self.overlap:
             return gpu if gpu > host else host
         return gpu + host
@@ -417,12 +418,19 @@ class TableCost:
         tokens = [_tokens(shape) for shape in shapes]
         largest = max(tokens)
         together = sum(tokens) + units - len(tokens)
-        if not self.launch_s and largest <= GRAPH_TOKENS:
-            together = units * largest
-        gpu = max(max(self.gpu_s(shape) for shape in shapes) + self._experts_s(together), self.launch_s)
+        if not self.launch_s[0] and largest <= GRAPH_TOKENS:
+            together = units * PADDED[largest]
+        gpu = max(self.gpu_s(shape) for shape in shapes) + self._experts_s(together)
+        gpu = max(gpu, *(self._launch_s(shape) for shape in shapes))
         sequences = max(shape.decode_seqs + len(shape.prefill) for shape in shapes)
         host = self.host.step_s + self.host.sequence_s * sequences
         return max(gpu, host) if self.overlap else gpu + host
+
+    def _launch_s(self, shape: StepShape) -> float:
+        """Least time (s) to launch a step's kernels."""
+        if _tokens(shape) > GRAPH_TOKENS:
+            return self.launch_s[2]
+        return self.launch_s[1 if shape.prefill else 0]
 
     def _experts_s(self, tokens: int) -> float:
         if self.experts_s is None:
@@ -512,19 +520,22 @@ def table_cost(
     arrays = None if mixing is None else step_arrays(profile, model, shape, eager=eager, whole=mixing.whole, vllm=vllm)
     if arrays is None or mixing is None:
         return None
+    dense = arrays.dense
+    if not eager:
+        dense[: GRAPH_TOKENS + 1] = dense[list(PADDED)]
     cost = TableCost(
-        dense_s=in_line(arrays.dense),
+        dense_s=in_line(dense),
         head_s=in_line(arrays.head),
         attention=mixing.layers,
         host=host,
         overlap=overlap,
-        launch_s=launch_s(model, shape) if eager else 0.0,
+        launch_s=(launch_s(model, shape),) * 3 if eager else (0.0, *prompt_launch_s(model, shape)),
         experts_s=None if arrays.experts is None else in_line(arrays.experts),
     )
     notes = (*arrays.notes, *mixing.notes)
     parts = (
         _provenance(profile, model, host), arrays.provenance, library.source(notes),
-        f"eager mode: a step's kernels take at least {cost.launch_s * 1e3:.1f} ms to launch" if eager else "",
+        f"eager mode: a step's kernels take at least {cost.launch_s[0] * 1e3:.1f} ms to launch" if eager else "",
     )  # fmt: skip
     warnings = (*arrays.warnings, *mixing.warnings, *library.warnings(notes, profile.name))
     return Built(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,6 +22,9 @@ from ebbench.errors import UnknownNameError, UsageError
 from ebbench.records.warnings import RunWarning, warning
 
 GRAPH_TOKENS = 512  # vLLM captures CUDA graphs up to this many tokens per step; larger steps call collectives eagerly
+_GRAPHS = (0, 1, 2, 4, *range(8, 256, 8), *range(256, GRAPH_TOKENS + 1, 16))
+PADDED = tuple(_GRAPHS[bisect_left(_GRAPHS, tokens)] for tokens in range(GRAPH_TOKENS + 1))
+"""Tokens that a step of so many computes: those of the next captured graph (vLLM 0.32, ``cudagraph_capture_sizes``)."""
 
 SIZES = tuple(1 << power for power in range(10, 31))
 """Bytes at which the library is asked."""
@@ -408,10 +412,11 @@ class _Work(NamedTuple):
         return total
 
     def _beside_attention(self, mixer: Mixer) -> Array:
-        """Rotary embedding and norms of queries and keys of one layer."""
+        """Rotary embedding and norms of queries and keys of one layer; of a gated delta rule its outputs, zeroed and
+        normed, and the parts of its projections made ready."""
         total = np.zeros_like(self.tokens)
         if mixer.kind in ("state", "index"):
-            return total
+            return total + (3 * KERNEL_S if mixer.sizes else 0.0)
         queries, keys = mixer.heads * mixer.key_dim, max(mixer.kv_heads, 1) * mixer.key_dim
         values = max(mixer.kv_heads, 1) * mixer.value_dim
         total += _small_kernel(self.profile, "rotary_emb", queries + keys + values, self.tokens, 1)

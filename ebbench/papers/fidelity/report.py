@@ -22,6 +22,8 @@ from ebbench.papers.fidelity.cases import WITHOUT, all_cases, engine_alone
 from ebbench.papers.fidelity.cases_capacity import capacity_cells
 from ebbench.papers.fidelity.cases_iog import iog_cells
 from ebbench.papers.fidelity.cases_kv import kv_cells
+from ebbench.papers.fidelity.cases_steps import SOURCE as STEPS
+from ebbench.papers.fidelity.cases_steps import step_cells
 from ebbench.papers.fidelity.pages import PAGES, TEXTS, Page, is_variant, pictures, source_page
 from ebbench.papers.fidelity.runs import calibration_cells, cells_of, replay_cells, runs_of_cases
 from ebbench.papers.fidelity.scoreboard import FIGURES, Audited, Row
@@ -367,7 +369,7 @@ def _page(
     for source in dict.fromkeys(cell.source for cell in cells):
         yield f"\n## {source}\n"
         chosen = [cell for cell in cells if cell.source == source]
-        yield from _lines((step_times if source == "calibration" else published_and_ours)(chosen))
+        yield from _lines((step_times if source in ("calibration", STEPS) else published_and_ours)(chosen))
         if source in ("table 2", "table 3"):
             yield ""
             yield from _lines(gains(chosen))
@@ -386,7 +388,9 @@ def collect(
     groups: tuple[str, ...], seed: int, repeats: int, runs: Path, workers: int | None, tell: Callable[[str], None]
 ) -> list[PublishedFigure]:
     """Make the runs of these groups, and compare every published figure with ours; ``tell`` gets a line per case."""
-    others = {"replay": replay_cells, "kv cache": kv_cells, "iog": iog_cells, "capacity": capacity_cells}
+    others = {
+        "replay": replay_cells, "kv cache": kv_cells, "iog": iog_cells, "capacity": capacity_cells, "steps": step_cells,
+    }  # fmt: skip
     cells = [cell for group, make in others.items() if group in groups for cell in make()]
     cases = [case for case in all_cases() if case.group in groups]
     cases = [*cases, *engine_alone(cases)]
