@@ -380,10 +380,10 @@ class TableCost:
 
     ``attention``: layers of each kind, with the tables of one.
     ``dense_s`` is indexed by tokens, of a CUDA graph those of the graph; ``head_s`` by sampled sequences. ``launch_s``:
-    least time to launch a step's kernels: of decodes within the largest CUDA graph (0 but in eager mode), of prompts
-    within it, and of steps beyond it. ``overlap``: asynchronous scheduling; the host prepares the next step while the
-    GPU works, so its time counts only if it is longer. ``experts_s``, by the tokens of all units: only for a unit of
-    an engine whose units share experts. ``drafter``: of a server with speculative decoding.
+    least time to launch a step's kernels, of decodes (0 with CUDA graphs) and of steps with prompts. ``overlap``:
+    asynchronous scheduling; the host prepares the next step while the GPU works, so its time counts only if it is
+    longer. ``experts_s``, by the tokens of all units: only for a unit of an engine whose units share experts.
+    ``drafter``: of a server with speculative decoding.
     """
 
     dense_s: array[float]
@@ -391,7 +391,7 @@ class TableCost:
     attention: tuple[tuple[int, AttentionTables], ...]
     host: HostCosts
     overlap: bool
-    launch_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    launch_s: tuple[float, float] = (0.0, 0.0)
     experts_s: array[float] | None = None
     drafter: Drafter | None = None
 
@@ -402,8 +402,9 @@ class TableCost:
         gpu = self.gpu_s(shape)
         if self.experts_s is not None:
             gpu += self._experts_s(_tokens(shape))
-        if gpu < self.launch_s[2]:  # most steps take longer than all launches
-            gpu = max(gpu, self._launch_s(shape))
+        launch = self.launch_s[1 if prefill else 0]
+        if gpu < launch:
+            gpu = launch
         if self.overlap:
             return gpu if gpu > host else host
         return gpu + host
@@ -420,17 +421,11 @@ class TableCost:
         together = sum(tokens) + units - len(tokens)
         if not self.launch_s[0] and largest <= GRAPH_TOKENS:
             together = units * PADDED[largest]
-        gpu = max(self.gpu_s(shape) for shape in shapes) + self._experts_s(together)
-        gpu = max(gpu, *(self._launch_s(shape) for shape in shapes))
+        launch = max(self.launch_s[1 if shape.prefill else 0] for shape in shapes)
+        gpu = max(max(self.gpu_s(shape) for shape in shapes) + self._experts_s(together), launch)
         sequences = max(shape.decode_seqs + len(shape.prefill) for shape in shapes)
         host = self.host.step_s + self.host.sequence_s * sequences
         return max(gpu, host) if self.overlap else gpu + host
-
-    def _launch_s(self, shape: StepShape) -> float:
-        """Least time (s) to launch a step's kernels."""
-        if _tokens(shape) > GRAPH_TOKENS:
-            return self.launch_s[2]
-        return self.launch_s[1 if shape.prefill else 0]
 
     def _experts_s(self, tokens: int) -> float:
         if self.experts_s is None:
@@ -529,7 +524,7 @@ def table_cost(
         attention=mixing.layers,
         host=host,
         overlap=overlap,
-        launch_s=(launch_s(model, shape),) * 3 if eager else (0.0, *prompt_launch_s(model, shape)),
+        launch_s=(launch_s(model, shape),) * 2 if eager else (0.0, prompt_launch_s(model)),
         experts_s=None if arrays.experts is None else in_line(arrays.experts),
     )
     notes = (*arrays.notes, *mixing.notes)

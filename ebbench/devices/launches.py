@@ -1,8 +1,7 @@
 """Time to launch a step's kernels from Python, where no CUDA graph does it.
 
-vLLM's layers launch their kernels one by one with ``--enforce-eager`` and in steps with more tokens than its largest
-graph; in smaller steps with prompts, attention and what stands in its place. So a step takes at least their number
-times the time of one launch.
+vLLM's layers launch their kernels one by one with ``--enforce-eager``; in all steps with prompts, attention and what
+stands in its place. So a step takes at least their number times the time of one launch.
 Dense layers launch two norms, a product before and one after attention, rotary embedding, the write to the KV cache,
 attention, and an MLP of two products and an activation; norms of queries and keys are two more, quantised activations
 one per product, collectives one each. Steps with few tokens show both numbers (vLLM of Zhang et al. on one H200, 16
@@ -22,7 +21,7 @@ EXPERT_LAUNCHES = 13
 BESIDE_ATTENTION = 3
 """Rotary embedding, the write to the cache and attention; what stands in their place in other kinds of layers."""
 BESIDE_GRAPHS = 2
-"""Of those, the write and attention: in steps with prompts CUDA graphs do not hold them."""
+"""Of those, the write and attention: CUDA graphs of steps with prompts do not hold them."""
 PROMPT_OF_STATE = 13
 """A gated delta rule's in a step with prompts (vLLM 0.32): convolution, its outputs made ready, the states read, zeroed
 where new (two) and written, the rule's six, the outputs copied."""
@@ -33,13 +32,10 @@ def launch_s(model: ModelGeometry, shape: Parallel) -> float:
     return LAUNCH_S * launches(model, shape)
 
 
-def prompt_launch_s(model: ModelGeometry, shape: Parallel) -> tuple[float, float]:
-    """Least time (s) to launch the kernels of a step with prompts: within the largest CUDA graph, and beyond it."""
-    states = sum(mixer.layers for mixer in model.mixers if mixer.sizes)
-    others = sum(mixer.layers for mixer in model.mixers if not mixer.sizes and mixer.kind != "index")
-    within = PROMPT_OF_STATE * states + BESIDE_GRAPHS * others
-    beyond = launches(model, shape) + (PROMPT_OF_STATE - BESIDE_ATTENTION) * states
-    return LAUNCH_S * within, LAUNCH_S * beyond
+def prompt_launch_s(model: ModelGeometry) -> float:
+    """Least time (s) to launch what CUDA graphs do not hold in a step with prompts."""
+    counts = ((mixer.layers, PROMPT_OF_STATE if mixer.sizes else BESIDE_GRAPHS) for mixer in model.mixers)
+    return LAUNCH_S * sum(layers * count for layers, count in counts)
 
 
 def launches(model: ModelGeometry, shape: Parallel) -> int:
