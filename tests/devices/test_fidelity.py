@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -15,6 +16,7 @@ from ebbench.cli.main import app
 from ebbench.config.topology import parse_topology
 from ebbench.devices.costs import published_calibration
 from ebbench.devices.profiles import find_model, find_profile, list_devices, list_models
+from ebbench.grouping import by_key
 from ebbench.papers.fidelity.case import DEVICES, FIT_ROWS, Case
 from ebbench.papers.fidelity.cases import REPETITION_GROUP, WITHOUT, all_cases, real_workloads, table3
 from ebbench.papers.fidelity.cases_servers import table17
@@ -324,6 +326,20 @@ def test_groups_measured_from_outside_have_figures_without_the_api_server(tmp_pa
     """Their cases are made a second time; the list of cases once grew by itself until memory ran out."""
     sources = {cell.source for cell in reported("table 13", tmp_path)}
     assert sources == {"table 13", "table 13" + WITHOUT}
+
+
+def test_single_steps_of_engines_stay_as_near_as_they_were(tmp_path: Path) -> None:
+    """vLLM 0.20.1 on B300; no constant was fitted on them."""
+    cells = reported("steps", tmp_path)
+    errors = by_key(((cell.model.split(",")[0], cell.case.split()[0]), cell.error) for cell in cells)
+    assert {kind: (len(each), round(median(each), 2)) for kind, each in errors.items()} == {
+        ("qwen3-32b", "decode"): (46, -0.05),
+        ("qwen3-32b", "prompt"): (12, -0.12),
+        ("qwen3.6-35b-a3b", "decode"): (65, -0.16),
+        ("qwen3.6-35b-a3b", "prompt"): (18, -0.59),
+        ("deepseek-v4-flash", "decode"): (16, -0.22),
+        ("deepseek-v4-flash", "prompt"): (6, -0.3),
+    }
 
 
 def test_command_refuses_unknown_groups_and_devices() -> None:
