@@ -540,9 +540,10 @@ def _sustained(profile: DeviceProfile, times: Array, operations: Array, dtype: s
 def continued(x: Array, points: Array, times: Array, *, rising: bool = True) -> Array:
     """Linear interpolation; beyond the last point with the mean slope of the last half of the measured range.
 
-    ``rising``: more tokens never take less time: a dip is noise, and so is a spike.
+    A spike is noise; with ``rising`` a dip is, too: more tokens never take less time.
     """
-    times = increasing(without_spikes(times), 0) if rising else times
+    times = without_spikes(times)
+    times = increasing(times, 0) if rising else times
     half = min(int(np.searchsorted(points, points[-1] / 2)), len(points) - 2)
     slope = (times[-1] - times[half]) / (points[-1] - points[half])
     return np.asarray(np.interp(x, points, times) + np.maximum(x - points[-1], 0.0) * slope)
