@@ -151,6 +151,7 @@ def shown_by_servers(device: Device, batches: Batches) -> list[RunWarning]:
         "experts-in-blocks": blocks and seqs >= FROM_SEQUENCES,
         "delta-rule-steps": any(mixer.sizes for mixer in model.mixers),
         "compressed-steps": any(mixer.kind == "compressed" for mixer in model.mixers),
+        "sparse-latent-prompts": any(mixer.kind == "latent" and mixer.window for mixer in model.mixers),
         "first-tokens-without-graphs": not mixture and first_tokens and profile.name in _BLACKWELL,
         "fused-all-reduce": not mixture and low < seqs * model.hidden * model.dtype_bytes <= high,
     }
