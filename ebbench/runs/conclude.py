@@ -149,14 +149,22 @@ def shown_by_servers(device: Device, batches: Batches) -> list[RunWarning]:
         "experts-first-tokens": mixture and first_tokens,
         "experts-few-sequences": mixture and several and 0 < seqs <= FEW_SEQUENCES and profile.front_end,
         "experts-in-blocks": blocks and seqs >= FROM_SEQUENCES,
-        "delta-rule-steps": any(mixer.sizes for mixer in model.mixers),
-        "compressed-steps": any(mixer.kind == "compressed" for mixer in model.mixers),
-        "sparse-latent-prompts": any(mixer.kind == "latent" and mixer.window for mixer in model.mixers),
         "first-tokens-without-graphs": not mixture and first_tokens and profile.name in _BLACKWELL,
         "fused-all-reduce": not mixture and low < seqs * model.hidden * model.dtype_bytes <= high,
     }
     named = {"gpus": request.parallel.tp, "device": profile.name}
-    return [warning(code, **named) for code, holds in seen.items() if holds]
+    return [warning(code, **named) for code, holds in seen.items() if holds] + of_layers(device)
+
+
+def of_layers(device: Device) -> list[RunWarning]:
+    """What is known of the times of a model's kinds of layers."""
+    mixers = () if device.geometry is None else device.geometry.mixers
+    known = {
+        "delta-rule-steps": any(mixer.sizes for mixer in mixers),
+        "compressed-steps": any(mixer.kind == "compressed" for mixer in mixers),
+        "sparse-latent-prompts": any(mixer.kind == "latent" and mixer.window for mixer in mixers),
+    }
+    return [warning(code) for code, holds in known.items() if holds]
 
 
 _BLACKWELL, FROM_GPUS = ("b200", "b300"), 4

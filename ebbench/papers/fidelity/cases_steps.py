@@ -10,6 +10,7 @@ from ebbench.devices.loader import load_device
 from ebbench.installation import bundled_dir
 from ebbench.papers.fidelity.scores import PublishedFigure
 from ebbench.papers.published import rows
+from ebbench.runs.conclude import of_layers
 
 SOURCE = "steps of engines"
 STEPS = "steps/b300"
@@ -28,8 +29,10 @@ def _cell(row: Mapping[str, str]) -> PublishedFigure:
     shape = StepShape(chunks, seqs, seqs * int(row["context_tokens"]), seqs + len(chunks))
     case = f"prompt of {prompt_tokens} tokens" if prompt_tokens else f"decode of {seqs}"
     gpus = f"{row['model']}, tp={row['tp']}" + (f", ep={row['ep']}" if row["ep"] != "1" else "")
-    ours_ms = _device(row["model"], int(row["tp"]), int(row["ep"])).cost.step_s(shape) * 1e3
-    return PublishedFigure(SOURCE, DEVICE, gpus, case, "", "step_ms", float(row["step_ms"]), ours_ms)
+    device = _device(row["model"], int(row["tp"]), int(row["ep"]))
+    caveats = tuple(said.code for said in of_layers(device))
+    ours_ms = device.cost.step_s(shape) * 1e3
+    return PublishedFigure(SOURCE, DEVICE, gpus, case, "", "step_ms", float(row["step_ms"]), ours_ms, caveats=caveats)
 
 
 @cache
