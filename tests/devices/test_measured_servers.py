@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
@@ -313,3 +314,13 @@ def test_servers_of_h100_had_the_kv_cache_that_their_waiting_shows() -> None:
 @pytest.mark.parametrize(("prompt", "said"), [(64, True), (12_000, False)])
 def test_a_front_end_that_decides_the_first_token_is_said(prompt: int, said: bool) -> None:
     assert ("front-end-decides" in caveats_of("h100", "llama-3.1-8b", "0.22", 1, prompt=prompt)) is said
+
+
+def test_a_request_that_waits_for_a_connection_of_its_client_has_not_been_sent() -> None:
+    """Clients count from the send: with 8 connections and free seats none waits, however many requests are due."""
+    case = next(case for case in measured_servers() if "254.49/s" in case.name)
+    plan = {**case.protocol.plan, "max_concurrency": 8, "num_prompts": 300}
+    cells = run_cases([replace(case, protocol=replace(case.protocol, plan=plan))], 0, lambda _: None)
+    (ttft,) = (cell for cell in cells if cell.metric == "ttft_mean_s")
+    assert ttft.scored
+    assert ttft.ours < 0.04

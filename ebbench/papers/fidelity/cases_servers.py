@@ -26,7 +26,6 @@ SILICON_FITTED = ("4", "1024")  # the points on which the host constants of the 
 SILICON_BUDGET, SILICON_SEQS = 8192, 256  # vLLM's defaults for a server on these GPUs; the engine arguments are unknown
 DEFAULT_SEQS = 1024  # vLLM's default for a server on these GPUs, where a source sets none
 ROUNDS = 4  # requests per slot
-OVERLOAD_NOTE = "more than the server completes: measured from the send over 440 connections, ours from the arrival"
 TTFT_NOTE = "TTFT is defined differently by source"
 NUMINAMATH_NOTE = "answers of 4,000 tokens contradict the published TPOT and N; their length was not published"
 FAILED_NOTE = "out of memory in print"
@@ -94,18 +93,9 @@ def _server_plan(row: Mapping[str, str]) -> dict[str, str | int | float]:
 def _server_figures(row: Mapping[str, str]) -> Iterator[Published]:
     source = row["source"]
     yield Published("tpot_mean_ms", float(row["tpot_mean_ms"]), source)
-    note = OVERLOAD_NOTE if _overloaded(row) else ""
-    yield Published("ttft_mean_s", float(row["ttft_mean_ms"]) / 1e3, source, not note, note)
+    yield Published("ttft_mean_s", float(row["ttft_mean_ms"]) / 1e3, source)
     if row["output_tokens_per_s"]:
         yield Published("output_tokens_per_s", float(row["output_tokens_per_s"]), source)
-
-
-def _overloaded(row: Mapping[str, str]) -> bool:
-    """Whether an open loop sent more than the server completed."""
-    if not row["requests_per_s"]:
-        return False
-    completed = float(row["output_tokens_per_s"]) / float(row["output_tokens"])
-    return completed < 0.95 * float(row["requests_per_s"])
 
 
 def silicon() -> Iterator[Case]:
