@@ -97,7 +97,7 @@ def api_server_warning(result: EngineResult, options: EngineOptions) -> RunWarni
 
 
 def processes_needed(result: EngineResult, name: str) -> float:
-    """Processes of vLLM's API server, of class ``name``, that a run's requests keep busy all the time."""
+    """Processes of vLLM's API server, of class ``name``, whose event loops or tokenizers a run's requests keep busy."""
     from ebbench.simulation.front_end import find_api_server
 
     costs = find_api_server(DEFAULT_CLASS if name == OFF else name)
@@ -109,7 +109,7 @@ def processes_needed(result: EngineResult, name: str) -> float:
     accepted = 0 if drafted is None else drafted.accepted_tokens  # which leave in the message of another token
     streamed = max(pc.sum(answered["output_tokens"]).as_py() - accepted, 0)
     prompts_us = costs.prompt_token_us * pc.sum(answered["input_tokens"]).as_py()
-    busy_us = costs.request_us * answered.num_rows + prompts_us + costs.token_us * streamed
+    busy_us = max(costs.request_us * answered.num_rows + costs.token_us * streamed, prompts_us)
     span_ns = pc.max(answered["last_token_ns"]).as_py() - pc.min(columns["intended_ns"]).as_py()
     return float(1e3 * busy_us / span_ns) if span_ns else 0.0
 

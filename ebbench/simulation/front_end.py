@@ -1,10 +1,11 @@
 """What stands between the clients and the engine of one instance: vLLM's API server, and the way to it and back.
 
-A request enters the engine when a process of the API server has handled its prompt and its latency is over; each output
-token leaves when that process has streamed it, after all earlier jobs. The engine does not wait for this. With one core
-per process, the departure of a job depends only on earlier jobs: ``departure = max(arrival, departure of the previous
-job) + service``. It is computed when the job arrives and needs no event queue, provided that jobs arrive in order of
-time.
+A request enters the engine when a process of the API server has handled it, its prompt is tokenized and its latency is
+over; each output token leaves when that process has streamed it, after all earlier jobs. The engine does not wait for
+any of it. Prompts are tokenized one by one in a thread beside the process's event loop, which leaves it its core (vLLM
+0.11: ``AsyncMicrobatchTokenizer``, 0.32: ``BaseRenderer``). With one core per queue, the departure of a job depends
+only on earlier jobs: ``departure = max(arrival, departure of the previous job) + service``. It is computed when the job
+arrives and needs no event queue, provided that jobs arrive in order of time.
 
 ``token_ns``, the end of a token's step, is the engine's time; ``client_ns``, its departure here, the client's.
 """
@@ -48,7 +49,8 @@ class WayCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class FrontEndCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Time of one core of the API server, in us: per streamed token, per request, and per token of its prompt.
+    """Time in us of one core of the API server, per streamed token and per request, and of its tokenizer, per token of
+    a prompt.
 
     ``latency_us``: what every request takes besides, of no core. ``streams``: tokens wait for the core; otherwise they
     leave with their step, and only requests do. ``front_end``: of servers on this class of machine.
@@ -75,9 +77,14 @@ class FrontEndCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         """Whole nanoseconds per streamed token."""
         return round(self.token_us * 1e3)
 
-    def request_ns(self, prompt_tokens: int) -> int:
-        """Whole nanoseconds from the first byte of a request to its hand-over to the engine, without waiting."""
-        return round((self.request_us + self.prompt_token_us * prompt_tokens) * 1e3)
+    @property
+    def request_ns(self) -> int:
+        """Whole nanoseconds of the core per request."""
+        return round(self.request_us * 1e3)
+
+    def tokenizing_ns(self, prompt_tokens: int) -> int:
+        """Whole nanoseconds of the tokenizer."""
+        return round(self.prompt_token_us * prompt_tokens * 1e3)
 
 
 _CLASSES = DATA / "api_servers"
@@ -136,7 +143,7 @@ class FrontEnd:
         if self.streams and state.client_ns is None:
             state.client_ns = np.full(len(state.token_ns), UNSET, np.int64)
         self._client_ns = state.token_ns if state.client_ns is None else state.client_ns
-        self._free_ns = [0] * count
+        self._free_ns, self._tokenizer_free_ns = [0] * count, [0] * count
         self._next = 0
         self._process_of: Ints = np.zeros(state.count, np.int64)
         self._waits_ns: Ints = np.zeros(0, np.int64)  # token_ns times 1, 2, ...
@@ -156,9 +163,10 @@ class FrontEnd:
         process = self._next
         self._next = (process + 1) % len(self._free_ns)
         self._process_of[row] = process
-        service_ns = self._costs.request_ns(int(self._state.prompt[row]))
-        self._free_ns[process] = departure_ns = max(self._free_ns[process], now_ns) + service_ns
-        return departure_ns + self._costs.latency_ns
+        self._free_ns[process] = handled_ns = max(self._free_ns[process], now_ns) + self._costs.request_ns
+        tokenizing_ns = self._costs.tokenizing_ns(int(self._state.prompt[row]))
+        self._tokenizer_free_ns[process] = ready_ns = max(self._tokenizer_free_ns[process], handled_ns) + tokenizing_ns
+        return ready_ns + self._costs.latency_ns
 
     def departed_ns(self, row: int) -> int:
         """When the last token of an ended request left."""

@@ -1,4 +1,4 @@
-"""The simulated API server: one FIFO queue per process between clients and engine."""
+"""The simulated API server: FIFO queues of each process, its core and its tokenizer, between clients and engine."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_departures_are_those_of_a_queue_worked_through_tick_by_tick(
         now_ns += gap_ns
         if kind == "enter":
             entered[rows[0]] = servers.enter(rows[0], now_ns)
-            slow[rows[0] % count].come(now_ns, [(rows[0], request_ns + 3 * prompt_ns)])
+            slow[rows[0] % count].come(now_ns, [(rows[0], request_ns)])
             continue
         array = np.array(rows)
         slots = state.next_slot[array]
@@ -131,7 +131,12 @@ def test_departures_are_those_of_a_queue_worked_through_tick_by_tick(
         now_ns = ends_ns[-1]
     for server in slow:
         server.run(now_ns + 100_000)
-    assert entered == {row: slow[row % count].left[row] for row in entered}
+    tokenizers = [TickingServer() for _ in range(count)]
+    for row in entered:
+        tokenizers[row % count].come(slow[row % count].left[row], [(row, 3 * prompt_ns)])
+    for tokenizer in tokenizers:
+        tokenizer.run(now_ns + 100_000)
+    assert entered == {row: tokenizers[row % count].left[row] for row in entered}
     for slot, process in expected.items():
         assert state.client_ns[slot] == slow[process].left["token", slot]
     assert np.count_nonzero(state.client_ns >= 0) == len(expected)
@@ -149,7 +154,9 @@ def test_every_request_ends_with_all_its_tokens_in_order(world: World, count: in
         assert request["output_tokens"] == request["output_tokens_planned"] == len(request["itl_ns"]) + 1
         assert request["first_token_ns"] + sum(request["itl_ns"]) == request["last_token_ns"] == request["end_ns"]
         assert all(gap >= found.token_ns for gap in request["itl_ns"])  # one core streams one token at a time
-        assert request["scheduled_ns"] >= request["sent_ns"] + found.request_ns(request["input_tokens"])
+        assert request["scheduled_ns"] >= request["sent_ns"] + found.request_ns + found.tokenizing_ns(
+            request["input_tokens"]
+        )
         assert request["end_ns"] >= steps[request["request_id"]] + found.token_ns
 
 
@@ -183,8 +190,9 @@ def test_a_lone_request_waits_for_its_prompt_and_its_tokens() -> None:
     off = world.run().requests.to_pylist()[0]
     on = replace(world, options=replace(world.options, api_server=DATACENTER)).run().requests.to_pylist()[0]
     found = find_api_server(DATACENTER)
-    assert on["scheduled_ns"] == off["scheduled_ns"] + found.request_ns(100)
-    assert on["first_token_ns"] == off["first_token_ns"] + found.request_ns(100) + found.token_ns
+    handled_ns = found.request_ns + found.tokenizing_ns(100)
+    assert on["scheduled_ns"] == off["scheduled_ns"] + handled_ns
+    assert on["first_token_ns"] == off["first_token_ns"] + handled_ns + found.token_ns
     assert on["itl_ns"] == off["itl_ns"]
 
 
@@ -206,6 +214,16 @@ def test_prompts_are_tokenized_one_by_one_and_otherwise_wait_together() -> None:
     assert [servers.enter(row, 0) for row in (0, 1)] == [5_000_000 + each, 5_000_000 + 3 * each]
 
 
+def test_a_tokenizer_leaves_the_core_to_other_jobs() -> None:
+    """It is a thread beside the event loop: the second request is handled, and a token leaves, while it works."""
+    state = RequestState(plan([(1000, 2), (10, 2)], concurrency=2))
+    servers = FrontEnd(costs(token_us=10.0, request_us=100.0, prompt_token_us=1.0), 1, state)
+    assert [servers.enter(row, 0) for row in (0, 1)] == [1_100_000, 1_110_000]
+    servers.stream(250_000, np.array([0]), np.array([0]))
+    assert state.client_ns is not None
+    assert state.client_ns[0] == 260_000
+
+
 @pytest.mark.parametrize(
     ("device", "given_ms", "latency_ms"),
     [("h200", None, 13.0), ("h200", 4.0, 4.0), ("h200", 0.0, 0.0), ("rtx-pro-6000", None, 0.0),
@@ -223,7 +241,7 @@ def test_an_api_server_has_the_front_end_of_its_machine() -> None:
     alone = find_api_server(DATACENTER)
     found = front_end_costs(replace(OPTIONS, api_server=DATACENTER), find_profile("h100"))
     assert found.token_us == alone.token_us
-    assert found.request_ns(100) > alone.request_ns(100)
+    assert found.tokenizing_ns(100) > alone.tokenizing_ns(100)
     assert found.latency_ns == 13_000_000
 
 
@@ -266,7 +284,8 @@ def test_topologies_lose_nothing_behind_api_servers(
         assert min(request["itl_ns"], default=1) > 0
         entries = 2 if spec.disaggregated and first_token == "decode" else 1
         waited_ns = request["first_token_ns"] - request["sent_ns"]
-        assert waited_ns >= entries * found.request_ns(request["input_tokens"]) + found.token_ns
+        handled_ns = found.request_ns + found.tokenizing_ns(request["input_tokens"])
+        assert waited_ns >= entries * handled_ns + found.token_ns
 
 
 @pytest.mark.parametrize("topology", ["dp=3", "2p2d"])
