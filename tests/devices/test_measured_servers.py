@@ -316,7 +316,7 @@ def test_a_front_end_that_decides_the_first_token_is_said(prompt: int, said: boo
     assert ("front-end-decides" in caveats_of("h100", "llama-3.1-8b", "0.22", 1, prompt=prompt)) is said
 
 
-def test_a_request_that_waits_for_a_connection_of_its_client_has_not_been_sent() -> None:
+def test_a_request_that_waits_for_a_connection_has_not_been_sent() -> None:
     """Clients count from the send: with 8 connections and free seats none waits, however many requests are due."""
     case = next(case for case in measured_servers() if "254.49/s" in case.name)
     plan = {**case.protocol.plan, "max_concurrency": 8, "num_prompts": 300}
