@@ -162,9 +162,9 @@ class Experiment(ABC):
     def ask(self, options: PaperOptions, store: RunStore) -> object:
         """Make its content of the runs in a store."""
 
-    def cells(self, options: PaperOptions) -> list[RunSpec]:
-        """The runs that it is made of."""
-        asking = _Asking()
+    def cells(self, options: PaperOptions, store: RunStore | None = None) -> list[RunSpec]:
+        """The runs that it is made of; some follow from the results of others, which ``store`` has."""
+        asking = _Asking(store)
         if self.runs is None:
             self.ask(options, asking)
         return self._asked(options, asking)
@@ -379,8 +379,9 @@ def no_runs(_options: PaperOptions) -> list[RunSpec]:
 def make_runs(
     table: PaperTable | PaperFigure, options: PaperOptions, store: RunStore, *, workers: int | None, quiet: bool
 ) -> None:
-    """Execute the missing runs of a table or figure, with a progress line on stderr."""
-    with_progress(table.name, table.cells(options), store, whole=table.whole, workers=workers, quiet=quiet)
+    """Execute the missing runs of a table or figure, then those that follow from them, with progress on stderr."""
+    while absent := store.missing(table.cells(options, store), whole=table.whole):
+        with_progress(table.name, absent, store, whole=table.whole, workers=workers, quiet=quiet)
 
 
 def drawn(

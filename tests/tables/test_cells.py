@@ -14,6 +14,8 @@ import pytest
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, EbbenchError, InputFileError, UnknownNameError, UsageError
+from ebbench.papers.options import PaperOptions
+from ebbench.papers.table import PaperTable, Sections, make_runs
 from ebbench.records.run import MANIFEST, Run
 from ebbench.runs import key as key_module
 from ebbench.runs.execute import Task, make
@@ -28,6 +30,19 @@ def test_a_second_call_runs_nothing(store: RunStore, small_cell: RunSpec, shift_
     again = RunStore(store.root)
     assert run_missing([small_cell, shift_cell], again, workers=1) == 0
     assert again.get(small_cell) is not None
+
+
+def test_runs_that_follow_from_others_are_made_by_the_same_command(tmp_path: Path, small_cell: RunSpec) -> None:
+    """Loads of figure 6 of the staggered paper are shares of a peak that its first runs find."""
+
+    def sections(_options: PaperOptions, asked: RunStore) -> Sections:
+        if asked.get(small_cell) is not None:
+            asked.get(small_cell.changed(seed=1))
+        return []
+
+    store = RunStore(tmp_path)
+    make_runs(PaperTable("table3", (), sections), PaperOptions(), store, workers=1, quiet=True)
+    assert store.get(small_cell.changed(seed=1)) is not None
 
 
 @pytest.mark.parametrize(
