@@ -59,7 +59,7 @@ def test_each_run_has_it_if_it_would_be_busy_there(tmp_path: Path) -> None:
     found, said = simulated(tmp_path / "both", "--policy", SLOW, "--policy", "v1")
     assert found == {SLOW: None, "v1": "datacenter"}
     (line,) = said.splitlines()
-    assert line.startswith("v1: These requests and answers would keep 0.84 processes of vLLM's API server busy")
+    assert line.startswith("v1: These requests and answers would keep 0.88 processes of vLLM's API server busy")
     assert line.endswith("so it is simulated. More processes: --api-server-count; none: --api-server off.")
     compared = CliRunner().invoke(app, ["compare", *map(str, (tmp_path / "both").iterdir())])
     assert compared.exit_code == 0, compared.output
