@@ -347,10 +347,11 @@ def test_repeats_get_a_paired_comparison(browser_page: BrowserPage, tmp_path: Pa
         [summarise(Run.load(path)).metrics.output_throughput for path in sorted((tmp_path / "out").glob(f"{name}-*"))]
         for name in ("v1", "v0")
     ]
-    gains = [b / a - 1 for a, b in zip(*output, strict=True)]
+    ratios = [b / a for a, b in zip(*output, strict=True)]
+    gain, spread = np.exp(np.mean(np.log(ratios))) - 1, 100 * np.std(ratios, ddof=1)
     assert [row[0] for row in rows] == ["v1", "v0"]  # seeds are aggregated as on the terminal
     assert rows[0][2] == "–"
-    assert rows[1][2] == f"{numbers.change(np.mean(gains))}\n±{100 * np.std(gains, ddof=1):.1f} %"
+    assert rows[1][2] == f"{numbers.change(gain)}\n±{spread:.1f} %"
 
 
 def test_requests_that_failed_are_told(browser_page: BrowserPage, runs: Path, tmp_path: Path) -> None:
