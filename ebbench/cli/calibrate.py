@@ -49,34 +49,26 @@ def calibrate(
     Afterwards: ebbench run ... --engine sim --device OUTPUT_DIR/profile.toml --model MODEL, or on the machine itself
     ebbench run ... --engine vllm --calibration OUTPUT_DIR/calibration.json --model MODEL
     """
-    from ebbench.calibration.command import (
-        as_dict,
-        doubts,
-        lines,
-        measure_engine,
-        of_steps,
-        refuse_existing,
-        write_profile,
-    )
+    from ebbench.calibration import command
     from ebbench.calibration.measure import parse_grid
     from ebbench.render.documents import Console
 
-    refuse_existing(output_dir / "profile.toml")
+    command.refuse_existing(output_dir / "profile.toml")
     if steps is not None:
         refuse_unused(context, context.params.keys() - {"steps"}, _OF_STEPS, "--steps")
-        done = of_steps(steps, model, device)
+        done = command.of_steps(steps, model, device)
     else:
         grid = replace(parse_grid(engine, sizes), repeats=repeats)
         messages = Console(stderr=True, highlight=False)
         options = tuple(vllm_options or ())
-        done = measure_engine(
+        done = command.measure_engine(
             engine, device, model, grid, check=check, vllm_options=options, most_s=max_time, messages=messages
         )
-    profile = write_profile(done.measured, done.device, model, output_dir)
+    profile = command.write_profile(done.measured, done.device, model, output_dir)
     if as_json:
-        typer.echo(json.dumps(as_dict(done, profile)))
+        typer.echo(json.dumps(command.as_dict(done, profile)))
         return
-    for line in lines(done, profile):
+    for line in command.lines(done, profile):
         typer.echo(line)
-    for line in doubts(done.measured):
+    for line in command.doubts(done.measured):
         typer.echo(line, err=True)

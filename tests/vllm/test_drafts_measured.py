@@ -39,7 +39,7 @@ def test_answers_and_counters_of_a_server_tell_the_same(
         measured = CliRunner().invoke(
             app,
             ["run", "balanced", "--engine", url, "--model", "small", "--policy", policy, "--vocab-size", "500", "-n",
-             "60", "-c", "24", "--input-len", "40", "--output-len", "40", "--quiet", "--lag-limit-ms", "60000",
+             "120", "-c", "60", "--input-len", "40", "--output-len", "40", "--quiet", "--lag-limit-ms", "60000",
              "-o", str(tmp_path / "run")],
         )  # fmt: skip
     assert measured.exit_code == 0, measured.output
@@ -48,7 +48,7 @@ def test_answers_and_counters_of_a_server_tell_the_same(
     assert told["source"] == "answers"
     assert 0 < told["accepted_tokens"] < sum(told["drafted"])
     drafted = sum(told["drafted"]) / told["steps"]
-    assert 1.0 <= drafted < 0.95 * TOKENS if adapts else drafted > 0.95 * TOKENS, drafted
+    assert 1.0 <= drafted < 0.9 * TOKENS if adapts else drafted > 0.95 * TOKENS, drafted
     silent = run.table("requests").drop_columns(["accepted_tokens"])
     counted = drafts(silent, run.table("server_metrics"))["speculative"]
     assert [counted[name] for name in ("steps", "drafted", "accepted")] == [

@@ -22,7 +22,6 @@ from ebbench.papers.fidelity.cases import WITHOUT, all_cases, engine_alone
 from ebbench.papers.fidelity.cases_capacity import capacity_cells
 from ebbench.papers.fidelity.cases_iog import iog_cells
 from ebbench.papers.fidelity.cases_kv import kv_cells
-from ebbench.papers.fidelity.cases_steps import SOURCE as STEPS
 from ebbench.papers.fidelity.cases_steps import step_cells
 from ebbench.papers.fidelity.pages import PAGES, TEXTS, Page, is_variant, pictures, source_page
 from ebbench.papers.fidelity.runs import calibration_cells, cells_of, replay_cells, runs_of_cases
@@ -369,7 +368,7 @@ def _page(
     for source in dict.fromkeys(cell.source for cell in cells):
         yield f"\n## {source}\n"
         chosen = [cell for cell in cells if cell.source == source]
-        yield from _lines((step_times if source in ("calibration", STEPS) else published_and_ours)(chosen))
+        yield from _lines((step_times if chosen[0].metric == "step_ms" else published_and_ours)(chosen))
         if source in ("table 2", "table 3"):
             yield ""
             yield from _lines(gains(chosen))
