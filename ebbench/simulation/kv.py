@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -140,11 +140,15 @@ class _Kept:
 
 
 class CachingKv(KvBlocks):
-    """Tracks blocks individually: hash to block, references, and a free queue in eviction order.
+    """Tracks blocks with cached content individually, and counts the others: hash to block, references, and a queue of
+    free blocks in eviction order.
 
     Rules of vLLM 0.32 (block_pool.py): new blocks come from the head of the free queue and lose their cached content; a
     freed block with cached content goes to the tail, one without to the head; a request frees its last block first, so
     that the ends of prefixes are evicted before their beginnings.
+
+    So free blocks without content come first, and nothing tells one of them from another: ``_blank`` counts them. A
+    block has a number while its content can be looked up.
 
     A free block that is hit leaves a stale entry in the queue, which ``_left`` counts. Stale entries always precede the
     block's valid entry: only a block with cached content can be hit, and it goes to the tail.
@@ -153,19 +157,21 @@ class CachingKv(KvBlocks):
     def __init__(self, state: RequestState, total: int, block_size: int) -> None:
         super().__init__(total)
         self._state, self._block_size = state, block_size
-        self._queue = deque(range(total))
+        self._blank = total
+        self._queue: deque[int] = deque()
         self._left: dict[int, int] = {}
-        self._references = [0] * total
-        self._key_of: list[int | None] = [None] * total
+        self._numbers = list(range(total))  # of no block
+        self._references, self._key_of = [0] * total, [0] * total
         # A list if several blocks hold the same content: the oldest is first and is the one found.
         self._by_key: dict[int, int | list[int]] = {}
-        self._blocks: dict[int, list[int]] = {}
-        self._published: dict[int, int] = {}
+        self._held: dict[int, int] = {}  # by row: its blocks, of which the first have content in ``_named``
+        self._named: dict[int, list[int]] = {}
 
-    def free_queue(self) -> list[int]:
-        """Free blocks in the order in which they will be taken."""
+    def free_contents(self) -> list[int | None]:
+        """Keys of what the free blocks cache, in the order in which they will be taken; None: nothing."""
         left = dict(self._left)
-        return [block for block in self._queue if not _passed_over(block, left)]
+        cached = [self._key_of[block] for block in self._queue if not _passed_over(block, left)]
+        return [None] * self._blank + cached
 
     def lookup(self, row: int, known_tokens: int) -> list[int]:
         """See KvBlocks."""
@@ -184,8 +190,7 @@ class CachingKv(KvBlocks):
     def adopt(self, row: int, hits: Sequence[int]) -> None:
         """See KvBlocks."""
         self._touch(hits)
-        self._blocks[row] = list(hits)
-        self._published[row] = len(hits)
+        self._held[row], self._named[row] = len(hits), list(hits)
 
     def _touch(self, hits: Sequence[int]) -> None:
         """Add a reference to each block; those that were free are no longer."""
@@ -195,66 +200,77 @@ class CachingKv(KvBlocks):
                 self.free -= 1
             self._references[block] += 1
         if len(self._queue) > 4 * self.total:
-            self._queue = deque(self.free_queue())
-            self._left.clear()
+            left = self._left
+            self._queue = deque(block for block in self._queue if not _passed_over(block, left))
 
     def allocate(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
         """See KvBlocks."""
-        taken = iter(self._take(sum(blocks)))
+        self._take(sum(blocks))
+        held = self._held
         for row, count in zip(rows, blocks, strict=True):
-            if count == 1:
-                self._blocks.setdefault(row, []).append(next(taken))
-            elif count:
-                self._blocks.setdefault(row, []).extend(islice(taken, count))
+            held[row] = held.get(row, 0) + count
 
     def publish(self, row: int, tokens: int) -> None:
         """See KvBlocks."""
-        first = self._published.get(row, 0)
-        full = tokens // self._block_size
-        if full <= first:
-            return
-        keys = self._state.block_keys(row, first, full - first, self._block_size)
-        self._name(self._blocks[row][first:full], keys)
-        self._published[row] = full
+        named, full = self._named.get(row), tokens // self._block_size
+        first = len(named) if named else 0
+        if full > first:
+            keys = self._state.block_keys(row, first, full - first, self._block_size)
+            self._named.setdefault(row, []).extend(self._name(keys))
 
-    def _name(self, blocks: Iterable[int], keys: Iterable[int]) -> None:
-        """Make blocks available to lookups of ``keys``."""
-        key_of, by_key = self._key_of, self._by_key
-        for block, key in zip(blocks, keys, strict=True):
-            key_of[block] = key
+    def _name(self, keys: Iterable[int]) -> list[int]:
+        """Make blocks without content, which are held, available to lookups of ``keys``."""
+        numbers, references, key_of, by_key = self._numbers, self._references, self._key_of, self._by_key
+        blocks: list[int] = []
+        for key in keys:
+            block = numbers.pop()
+            blocks.append(block)
+            references[block], key_of[block] = 1, key
             holder = by_key.setdefault(key, block)
             if isinstance(holder, list):
                 holder.append(block)
             elif holder != block:
                 by_key[key] = [holder, block]
+        return blocks
 
     def release(self, row: int, known_tokens: int) -> None:
         """See KvBlocks."""
-        if row in self._blocks:
+        if row in self._held:
             self.publish(row, known_tokens)
-        own, named = self._blocks.pop(row, []), self._published.pop(row, 0)
-        self._queue.extend(self._dropped(own[named - 1 :: -1] if named else []))
-        self._queue.extendleft(self._dropped(own[named:]))  # so that the last block comes first
+        named = self._named.pop(row, [])
+        self._give_back(named[::-1], self._held.pop(row, 0) - len(named))
 
-    def _take(self, count: int) -> list[int]:
-        """Blocks from the head of the queue, without their cached content."""
+    def _give_back(self, named: Sequence[int], blank: int) -> None:
+        """Drop the references to ``named``, of which those that nobody holds are free then, in this order, and free so
+        many blocks without content."""
+        self._blank += blank
+        self.free += blank
+        references, queue = self._references, self._queue
+        for block in named:
+            references[block] -= 1
+            if not references[block]:
+                queue.append(block)
+                self.free += 1
+
+    def _take(self, count: int) -> None:
+        """Take blocks from the head of the queue, without their cached content."""
+        self.free -= count
+        if count <= self._blank:
+            self._blank -= count
+            return
+        count -= self._blank
+        self._blank = 0
         pop, left, key_of, by_key = self._queue.popleft, self._left, self._key_of, self._by_key
-        taken: list[int] = []
-        while len(taken) < count:
+        while count:
             block = pop()
             if left and _passed_over(block, left):
                 continue
-            key = key_of[block]
-            if key is not None:
-                key_of[block] = None
-                if by_key[key] == block:
-                    del by_key[key]
-                else:
-                    self._forget(block, key)
-            self._references[block] = 1
-            taken.append(block)
-        self.free -= count
-        return taken
+            if by_key[key_of[block]] == block:
+                del by_key[key_of[block]]
+            else:
+                self._forget(block, key_of[block])
+            self._numbers.append(block)
+            count -= 1
 
     def _forget(self, block: int, key: int) -> None:
         """Remove one of several blocks with the same content."""
@@ -262,16 +278,6 @@ class CachingKv(KvBlocks):
         assert isinstance(holders, list)
         others = [holder for holder in holders if holder != block]
         self._by_key[key] = others if len(others) > 1 else others[0]
-
-    def _dropped(self, blocks: Sequence[int]) -> list[int]:
-        references = self._references
-        free = []
-        for block in blocks:
-            references[block] -= 1
-            if not references[block]:
-                free.append(block)
-        self.free += len(free)
-        return free
 
 
 def _passed_over(block: int, left: dict[int, int]) -> bool:
@@ -286,24 +292,27 @@ def _passed_over(block: int, left: dict[int, int]) -> bool:
     return True
 
 
-NO_BLOCK = -1  # a place in a table of states whose state is not kept
+NO_BLOCK = -1  # instead of the number of one that holds a content
 
 
 class _Tables:
-    """Block tables of a running request: ``states`` of layers that keep a state, ``full`` of those that keep all.
+    """Block tables of a running request. ``states``: of layers that keep a state, by place in order, the blocks that
+    are held, one per table if the state can be looked up, else (). ``full``: of layers that keep all, the blocks per
+    table whose content can be looked up.
 
-    ``named``: blocks of ``full`` whose content can be looked up; ``seen``: places of ``states`` that were looked at for
-    that. ``last``: place of the state that the last move left; ``retired``: places before it are empty for good.
+    ``places``: of a table of states; ``full_places``: blocks of a table that keeps all; ``seen``: places of ``states``
+    that were looked at to be named. ``last``: place of the state that the last move left; ``retired``: places before it
+    are empty for good.
     """
 
-    __slots__ = ("full", "last", "named", "retired", "seen", "states")
+    __slots__ = ("full", "full_places", "last", "places", "retired", "seen", "states")
 
     def __init__(self, hit: Sequence[int], states: int, full: int) -> None:
         """``hit``: blocks of the cached prefix, one of each table of states, then those of every other table."""
         blocks = self.blocks_of(hit, states, full)
-        self.states = [[NO_BLOCK] * (blocks - 1) + [block] for block in hit[:states]] or [[] for _ in range(states)]
+        self.states: dict[int, Sequence[int]] = {blocks - 1: hit[:states]} if hit else {}
         self.full = [list(hit[states + table * blocks : states + (table + 1) * blocks]) for table in range(full)]
-        self.named = self.seen = blocks
+        self.places = self.full_places = self.seen = blocks
         self.last, self.retired = blocks - 1, 0
 
     @staticmethod
@@ -347,7 +356,11 @@ class StatesKv(CachingKv):
     def lookup(self, row: int, known_tokens: int) -> list[int]:
         """See KvBlocks; the number of blocks counts, in the scheduler's size."""
         size, dropped = self._block_size, int(self._recomputes)
-        keys = list(self._state.block_keys(row, 0, (known_tokens - 1 + dropped) // size, size))
+        most = (known_tokens - 1 + dropped) // size
+        if not most:
+            self._hit = []
+            return []
+        keys = list(self._state.block_keys(row, 0, most, size))
         full = max(sum(1 for _ in takewhile(self._holds_full, keys)) - dropped, 0)
         if not full:
             self.junction[row], self._hit = 0, []
@@ -378,13 +391,13 @@ class StatesKv(CachingKv):
 
     def fits(self, tokens: int, slots: int) -> bool:
         """Whether a request with the prefix looked up last can have room for ``tokens``: ``slots`` with its drafts."""
-        hit = self._hit
-        if hit and any(self._key_of[block] in self._fresh for block in hit[: self._states]):
-            return False
-        seen = _Tables.blocks_of(hit, self._states, self._full)
+        hit, seen, pinned = self._hit, 0, 0
+        if hit:
+            if any(self._key_of[block] in self._fresh for block in hit[: self._states]):
+                return False
+            seen, pinned = _Tables.blocks_of(hit, self._states, self._full), super().evictable(hit)
         new = self._states * min(self._end(tokens) - seen, 1 + self._drafts)
-        new += self._full * (-(-slots // self._block_size) - seen)
-        return new + super().evictable(hit) <= self.free
+        return new + self._full * (-(-slots // self._block_size) - seen) + pinned <= self.free
 
     def _end(self, tokens: int) -> int:
         """Places in a table of states with a state after so many tokens."""
@@ -402,48 +415,51 @@ class StatesKv(CachingKv):
         """Give a request room for ``tokens``, ``slots`` with drafts of the step after; the caller has checked that it
         is free. Of its tokens ``known_tokens`` are known and computed with this step."""
         tables, end = self._tables[row], self._end(tokens)
-        if end > len(tables.states[0]):
-            tables.last = len(tables.states[0]) - 1 - self._drafts
+        if end > tables.places:
+            tables.last = tables.places - 1 - self._drafts
         self._lengthen(tables, end, slots, begun=True)
         self._name_computed(row, tables, known_tokens)
 
     def _lengthen(self, tables: _Tables, end: int, slots: int, *, begun: bool) -> None:
         """Lengthen the tables of states to ``end`` places, the others to ``slots``. Once a request has ``begun``, the
         blocks of drafts move along."""
-        before, skipped = len(tables.states[0]), end - self._drafts - 1
-        moving = range(before - self._drafts, min(before, skipped)) if begun and end > before else range(0)
-        of_states = max(end - max(before, skipped) - len(moving), 0)
-        of_others = max(-(-slots // self._block_size) - len(tables.full[0]), 0)
-        taken = iter(self._take(self._states * of_states + self._full * of_others))
-        for table in tables.states if end > before else ():
-            table += [NO_BLOCK] * (skipped - before)
-            for place in moving:
-                table.append(table[place])
-                table[place] = NO_BLOCK
-            table += islice(taken, of_states)
-        for table in tables.full if of_others else ():
-            table += islice(taken, of_others)
+        states, before, skipped = tables.states, tables.places, end - self._drafts - 1
+        new = 0
+        if end > before:
+            moving = range(before - self._drafts, min(before, skipped)) if begun else range(0)
+            first = max(before, skipped)
+            for place, moved in enumerate(moving, first):
+                states[place] = states.pop(moved)
+            new = self._states * (end - first - len(moving))
+            for place in range(first + len(moving), end):
+                states[place] = ()
+            tables.places = end
+        full = -(-slots // self._block_size)
+        if full > tables.full_places:
+            new += self._full * (full - tables.full_places)
+            tables.full_places = full
+        self._take(new)
 
     def _name_computed(self, row: int, tables: _Tables, tokens: int) -> None:
-        self._name_full(row, tables, tokens)
-        self._name_states(row, tables, tokens)
+        if tokens >= self._block_size:
+            self._name_full(row, tables, tokens)
+            self._name_states(row, tables, tokens)
         self._note(row, tables)
 
     def _note(self, row: int, tables: _Tables) -> None:
-        places, full = len(tables.states[0]), len(tables.full[0])
-        held = places - tables.states[0].count(NO_BLOCK)
+        held = len(tables.states)
         moving = held > 1 + self._drafts
-        self.quiet_tokens[row] = 0 if moving else (places - self._drafts) * self._block_size
-        self._quiet_slots[row] = full * self._block_size
-        self._state.held_blocks[row] = self._states * held + self._full * full
+        self.quiet_tokens[row] = 0 if moving else (tables.places - self._drafts) * self._block_size
+        self._quiet_slots[row] = tables.full_places * self._block_size
+        self._state.held_blocks[row] = self._states * held + self._full * tables.full_places
 
     def _name_full(self, row: int, tables: _Tables, tokens: int) -> None:
-        first, count = tables.named, tokens // self._block_size - tables.named
+        first = len(tables.full[0])
+        count = tokens // self._block_size - first
         if count > 0:
             keys = list(self._state.block_keys(row, first, count, self._block_size))
             for number, table in enumerate(tables.full, self._states):
-                self._name(table[first : first + count], [self._key(key, number) for key in keys])
-            tables.named += count
+                table += self._name(self._key(key, number) for key in keys)
 
     def _name_states(self, row: int, tables: _Tables, tokens: int) -> None:
         size, prompt = self._block_size, int(self._state.prompt[row])
@@ -463,18 +479,15 @@ class StatesKv(CachingKv):
 
     def _name_state(self, row: int, tables: _Tables, end: int) -> None:
         """Let the state at the end of block ``end``, if it is held, be found by steps to come."""
-        (key,) = self._state.block_keys(row, end - 1, 1, self._block_size)
-        for number, table in enumerate(tables.states):
-            block = table[end - 1] if end <= len(table) else NO_BLOCK
-            if block != NO_BLOCK:
-                if self._key_of[block] is None:
-                    self._name([block], [self._key(key, number)])
-                self._fresh.add(self._key_of[block])
+        blocks = tables.states.get(end - 1)
+        if blocks is not None and not blocks:
+            (key,) = self._state.block_keys(row, end - 1, 1, self._block_size)
+            tables.states[end - 1] = blocks = self._name(self._key(key, number) for number in range(self._states))
+        self._fresh.update(self._key_of[block] for block in blocks or ())
 
     def changes(self, rows: Ints, tokens: Ints, slots: Ints) -> npt.NDArray[np.bool_]:
         """Which rows need or give back blocks when they have room for ``tokens`` and ``slots``."""
-        longer: npt.NDArray[np.bool_] = tokens > self.quiet_tokens.take(rows)
-        return longer | (slots > self._quiet_slots.take(rows)) if slots is not tokens else longer
+        return (tokens > self.quiet_tokens.take(rows)) | (slots > self._quiet_slots.take(rows))
 
     def needed(self, row: int, tokens: int, slots: int, processed: int) -> int:
         """Blocks that a row lacks for ``tokens`` and ``slots``, once it has given back what it no longer needs:
@@ -482,25 +495,23 @@ class StatesKv(CachingKv):
         tables = self._tables[row]
         self._retire(tables, processed)
         self._note(row, tables)
-        new = self._states * min(max(self._end(tokens) - len(tables.states[0]), 0), 1)
-        return new + self._full * max(-(-slots // self._block_size) - len(tables.full[0]), 0)
+        new = self._states * min(max(self._end(tokens) - tables.places, 0), 1)
+        return new + self._full * max(-(-slots // self._block_size) - tables.full_places, 0)
 
     def _retire(self, tables: _Tables, processed: int) -> None:
-        upto = min(max(processed - 1, 0) // self._block_size, len(tables.states[0]))
-        passed = [*range(upto - 1, tables.retired - 1, -1)]
-        left = [tables.last] if 0 <= tables.last < -(-processed // self._block_size) - 1 else []
-        for table in tables.states if passed or left else ():
-            for places in (passed, left):
-                self._give_back([table[place] for place in places if table[place] != NO_BLOCK])
-                for place in places:
-                    table[place] = NO_BLOCK
+        states, upto = tables.states, min(max(processed - 1, 0) // self._block_size, tables.places)
+        passed = [place for place in reversed(states) if tables.retired <= place < upto]
+        if tables.last in states and tables.last not in passed and tables.last < -(-processed // self._block_size) - 1:
+            passed.append(tables.last)
+        if passed:
+            self._give_back_states([states.pop(place) for place in passed])
         tables.retired = max(tables.retired, upto)
 
-    def _give_back(self, blocks: Sequence[int]) -> None:
-        """Drop references; of the blocks that are then free, those that hold content are taken last, in this order."""
-        free, key_of = self._dropped(blocks), self._key_of
-        self._queue.extendleft([block for block in reversed(free) if key_of[block] is None])
-        self._queue.extend([block for block in free if key_of[block] is not None])
+    def _give_back_states(self, held: Sequence[Sequence[int]]) -> None:
+        """Give blocks of states back, one table after the other."""
+        named = [blocks for blocks in held if blocks]
+        in_order = [block for table in zip(*named, strict=True) for block in table] if named else ()
+        self._give_back(in_order, self._states * (len(held) - len(named)))
 
     def publish(self, row: int, tokens: int) -> None:
         """Do nothing: done where blocks are given."""
@@ -510,9 +521,11 @@ class StatesKv(CachingKv):
         tables = self._tables.pop(row, None)
         if tables is None:
             return
-        self._name_full(row, tables, known_tokens)
-        for table in (*tables.states, *tables.full):
-            self._give_back([block for block in reversed(table) if block != NO_BLOCK])
+        if known_tokens >= self._block_size:
+            self._name_full(row, tables, known_tokens)
+        self._give_back_states([*reversed(tables.states.values())])
+        for table in tables.full:
+            self._give_back(table[::-1], tables.full_places - len(table))
 
 
 # KV blocks of plans in which no two simultaneously open requests share content.

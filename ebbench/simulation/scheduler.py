@@ -498,9 +498,10 @@ class Scheduler:
         """:meth:`_decode_all` where states are kept, preempting if blocks run out. ``due``: which have tokens left."""
         if self._rank is not None or len(rows) > budget:
             return None
-        after = computed + 1
-        changing = (due & states.changes(rows, after, after)).nonzero()[0]
+        changes = computed >= states.quiet_tokens.take(rows)
+        changing = (due & changes).nonzero()[0] if np.count_nonzero(changes) else NO_ROWS
         if len(changing):
+            after = computed + 1
             processed = self._processed_by_decodes(rows, computed)
             kept = self._grow_states(states, step, rows, changing, after, after, processed)
             rows, computed, due = rows[:kept], computed[:kept], due[:kept]
@@ -532,7 +533,7 @@ class Scheduler:
         """
         block, known, prompt = self.state_block_tokens, int(self.state.target[row]), int(self.state.prompt[row])
         end, whole = done + tokens, max(prompt, known - 1)
-        if done >= whole:
+        if done >= whole or whole <= end <= block:
             return tokens
         threshold = self.limits.long_prefill_token_threshold
         if end < whole:

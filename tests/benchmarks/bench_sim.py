@@ -1,20 +1,26 @@
 """Simulated requests per second on one core, and the wall time of the commands a user types.
 
-    python tests/benchmarks/bench_sim.py
+    python tests/benchmarks/bench_sim.py [CONFIG.json ...]
 
 ShareGPT's lengths, saturated, concurrency 2,048, N = 1,024, B = 8,192. Prints the median and the extremes of several
 runs; CPU seconds cover the engine's whole `run` with its tables, without start-up.
+
+Before that, the time of a simulated step of models whose times come from `ebbench[tables]`, over that of one with
+bundled tables: the least of several runs, in turns. The models are those of config.json files, on eight GPUs.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from ebbench.devices.base import Parallel
 from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.spec.server import EngineOptions
@@ -22,6 +28,8 @@ from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 
 RUNS = 7
+BUNDLED = "qwen3-30b-a3b"
+CONFIGS = ["tests/benchmarks/qwen3.5-397b-a17b.json", "tests/benchmarks/deepseek-v3.json"]
 DEVICES = (
     ("rtx-pro-6000", "qwen3-8b", "linear"), ("rtx-pro-6000", "qwen3-8b", "auto"), ("h200", "qwen3-8b", "auto"),
     ("h200", "qwen3-30b-a3b", "auto"), ("l40s", "llama-3.1-8b", "auto"),
@@ -50,6 +58,24 @@ def simulator() -> None:
             print(f"{label:36}{policy:16}{statistics.median(rates):12,.0f}{min(rates):10,.0f}{max(rates):10,.0f}")
 
 
+def other_layers(configs: Sequence[str]) -> None:
+    """Print CPU microseconds per step of each model by open requests, and their ratio to those of BUNDLED."""
+    devices = {BUNDLED: load_device("h200", BUNDLED)}
+    devices |= {name: load_device("h200", name, parallel=Parallel(tp=8)) for name in configs}
+    options = EngineOptions(max_num_seqs=1024, max_num_batched_tokens=8192)
+    print(f"{'model':44}{'open':>6}{'us/step':>10}{'ratio':>8}")
+    for opened in (64, 256, 1024):
+        plan = build_plan("sharegpt", num_prompts=1000, seed=0, source="profile", max_concurrency=opened)
+        least_us = dict.fromkeys(devices, math.inf)
+        for _ in range(RUNS):
+            for name, device in devices.items():
+                start_s = time.process_time()
+                steps = SimEngine().run(plan, parse_policy("v1"), device, options, None).steps.num_rows
+                least_us[name] = min(least_us[name], (time.process_time() - start_s) / steps * 1e6)
+        for name, step_us in least_us.items():
+            print(f"{name:44}{opened:6}{step_us:10.1f}{step_us / least_us[BUNDLED]:8.2f}")
+
+
 def commands() -> None:
     """Print wall seconds of `ebbench --help` and of a run of 4,000 requests."""
     ebbench = str(Path(sys.executable).with_name("ebbench"))
@@ -66,5 +92,6 @@ def commands() -> None:
 
 
 if __name__ == "__main__":
+    other_layers(sys.argv[1:] or CONFIGS)
     simulator()
     commands()

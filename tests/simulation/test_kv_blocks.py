@@ -1,10 +1,13 @@
-"""CachingKv against a plain block pool: lists only, every rule of vLLM's block_pool.py written out."""
+"""CachingKv against a plain block pool: lists only, every rule of vLLM's block_pool.py written out.
+
+A block of either is known by what it caches: blocks without content are alike.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +32,10 @@ class PlainPool:
 
     def __post_init__(self) -> None:
         self.free = list(range(self.total))
+
+    def free_contents(self) -> list[int | None]:
+        """As the manager's: keys of what the free blocks cache."""
+        return [key_of(*self.cached[block]) if block in self.cached else None for block in self.free]
 
     def lookup(self, row: int, known_tokens: int) -> list[int]:
         hits = []
@@ -66,12 +73,15 @@ class PlainPool:
         self.free[:0] = [block for block in left if block not in self.cached]
 
 
+def key_of(stream: int, place: int) -> int:
+    return stream * 1000 + place
+
+
 def kv_of(blocks: int) -> CachingKv:
     """The manager under test; of the state it needs only the identities of blocks."""
 
     def block_keys(row: int, first: int, count: int, _size: int) -> range:
-        start = (row % STREAMS) * 1000 + first
-        return range(start, start + count)
+        return range(key_of(row % STREAMS, first), key_of(row % STREAMS, first + count))
 
     return CachingKv(cast(RequestState, SimpleNamespace(block_keys=block_keys)), blocks, SIZE)
 
@@ -87,14 +97,14 @@ def test_blocks_are_those_of_a_plain_pool(total: int, operations: list[tuple[int
     tokens_of: dict[int, int] = {}
     for row, tokens, action in operations:
         if row not in plain.held:
-            hits = list(kv.lookup(row, tokens))
-            assert hits == plain.lookup(row, tokens)
-            assert kv.evictable(hits) == sum(block in plain.free for block in hits)
+            hits, plain_hits = kv.lookup(row, tokens), plain.lookup(row, tokens)
+            assert len(hits) == len(plain_hits)
+            assert kv.evictable(hits) == sum(block in plain.free for block in plain_hits)
             need = -(-tokens // SIZE) - len(hits)
             if need + kv.evictable(hits) > kv.free:
                 continue
-            for pool in cast(tuple[Any, ...], (kv, plain)):
-                pool.adopt(row, hits)
+            kv.adopt(row, hits)
+            plain.adopt(row, plain_hits)
             kv.allocate((row,), (need,))
             plain.allocate(row, need)
             tokens_of[row] = tokens
@@ -108,7 +118,7 @@ def test_blocks_are_those_of_a_plain_pool(total: int, operations: list[tuple[int
         else:
             kv.release(row, tokens_of[row])
             plain.release(row, tokens_of.pop(row))
-        assert kv.free_queue() == plain.free
+        assert kv.free_contents() == plain.free_contents()
         assert kv.free == len(plain.free)
 
 
@@ -120,11 +130,13 @@ def test_the_oldest_remaining_copy_of_a_block_is_found() -> None:
         kv.allocate((row,), (1,))
     for row in (0, 2, 4):
         kv.release(row, SIZE)
-    assert kv.free_queue() == [3, 4, 5, 0, 1, 2]
+    content = key_of(0, 0)
+    assert kv.free_contents() == [None] * 3 + [content] * 3
     kv.allocate((1,), (3,))  # the blocks without cached content
-    for taken, found in ((0, 1), (1, 2)):
-        assert kv.lookup(6, SIZE + 1) == [taken]
+    found = []
+    for left in (2, 1, 0):
+        found += kv.lookup(6, SIZE + 1)
         kv.allocate((1,), (1,))
-        assert kv.lookup(6, SIZE + 1) == [found]
-    kv.allocate((1,), (1,))
+        assert kv.free_contents() == [content] * left
+    assert len(set(found)) == 3, "each is the one that is taken next"
     assert kv.lookup(6, SIZE + 1) == []
