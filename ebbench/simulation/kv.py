@@ -301,19 +301,19 @@ class _Tables:
     table whose content can be looked up.
 
     ``places``: of a table of states; ``full_places``: blocks of a table that keeps all; ``seen``: places of ``states``
-    that were looked at to be named. ``last``: place of the state that the last move left; ``retired``: places before it
-    are empty for good.
+    that were looked at to be named; ``resumed``: places up to which the prompt may be resumed. ``last``: place of the
+    state that the last move left.
     """
 
-    __slots__ = ("full", "full_places", "last", "places", "retired", "seen", "states")
+    __slots__ = ("full", "full_places", "last", "places", "resumed", "seen", "states")
 
-    def __init__(self, hit: Sequence[int], states: int, full: int) -> None:
+    def __init__(self, hit: Sequence[int], states: int, full: int, resumed: int) -> None:
         """``hit``: blocks of the cached prefix, one of each table of states, then those of every other table."""
         blocks = self.blocks_of(hit, states, full)
         self.states: dict[int, Sequence[int]] = {blocks - 1: hit[:states]} if hit else {}
         self.full = [list(hit[states + table * blocks : states + (table + 1) * blocks]) for table in range(full)]
         self.places = self.full_places = self.seen = blocks
-        self.last, self.retired = blocks - 1, 0
+        self.last, self.resumed = blocks - 1, resumed
 
     @staticmethod
     def blocks_of(hit: Sequence[int], states: int, full: int) -> int:
@@ -407,18 +407,30 @@ class StatesKv(CachingKv):
         """Give a request the prefix looked up last, and room for its first chunk; see :meth:`grow`."""
         if self._hit:
             self._touch(self._hit)
-        self._tables[row] = tables = _Tables(self._hit, self._states, self._full)
+        dropped = int(self._recomputes)
+        resumed = (int(self._state.prompt[row]) - 1 + dropped) // self._block_size - dropped
+        self._tables[row] = tables = _Tables(self._hit, self._states, self._full, resumed)
         self._lengthen(tables, self._end(tokens), slots, begun=False)
         self._name_computed(row, tables, known_tokens)
 
-    def grow(self, row: int, tokens: int, slots: int, known_tokens: int) -> None:
-        """Give a request room for ``tokens``, ``slots`` with drafts of the step after; the caller has checked that it
-        is free. Of its tokens ``known_tokens`` are known and computed with this step."""
-        tables, end = self._tables[row], self._end(tokens)
-        if end > tables.places:
-            tables.last = tables.places - 1 - self._drafts
-        self._lengthen(tables, end, slots, begun=True)
+    def grow(self, row: int, tokens: int, slots: int, processed: int, known_tokens: int) -> bool:
+        """Give a request room for ``tokens``, ``slots`` with drafts of the step after; returns whether enough blocks
+        are free, after it has given back what it no longer needs: ``processed`` tokens are computed for good. Of its
+        tokens ``known_tokens`` are known and computed with this step."""
+        tables, end, full = self._tables[row], self._end(tokens), -(-slots // self._block_size)
+        self._retire(tables, processed)
+        longer, fuller = end > tables.places, full > tables.full_places
+        if longer or fuller:
+            need = self._states * longer
+            if fuller:
+                need += self._full * (full - tables.full_places)
+            if need > self.free:
+                return False
+            if longer:
+                tables.last = tables.places - 1 - self._drafts
+            self._lengthen(tables, end, slots, begun=True)
         self._name_computed(row, tables, known_tokens)
+        return True
 
     def _lengthen(self, tables: _Tables, end: int, slots: int, *, begun: bool) -> None:
         """Lengthen the tables of states to ``end`` places, the others to ``slots``. Once a request has ``begun``, the
@@ -441,8 +453,10 @@ class StatesKv(CachingKv):
         self._take(new)
 
     def _name_computed(self, row: int, tables: _Tables, tokens: int) -> None:
-        if tokens >= self._block_size:
-            self._name_full(row, tables, tokens)
+        whole = tokens // self._block_size
+        if whole > len(tables.full[0]):
+            self._name_full(row, tables, whole)
+        if whole > tables.seen or whole == tables.resumed > 0:
             self._name_states(row, tables, tokens)
         self._note(row, tables)
 
@@ -453,13 +467,11 @@ class StatesKv(CachingKv):
         self._quiet_slots[row] = tables.full_places * self._block_size
         self._state.held_blocks[row] = self._states * held + self._full * tables.full_places
 
-    def _name_full(self, row: int, tables: _Tables, tokens: int) -> None:
+    def _name_full(self, row: int, tables: _Tables, whole: int) -> None:
         first = len(tables.full[0])
-        count = tokens // self._block_size - first
-        if count > 0:
-            keys = list(self._state.block_keys(row, first, count, self._block_size))
-            for number, table in enumerate(tables.full, self._states):
-                table += self._name(self._key(key, number) for key in keys)
+        keys = list(self._state.block_keys(row, first, whole - first, self._block_size))
+        for number, table in enumerate(tables.full, self._states):
+            table += self._name(self._key(key, number) for key in keys)
 
     def _name_states(self, row: int, tables: _Tables, tokens: int) -> None:
         size, prompt = self._block_size, int(self._state.prompt[row])
@@ -473,9 +485,8 @@ class StatesKv(CachingKv):
             if tables.seen < end <= whole:
                 self._name_state(row, tables, end)
         tables.seen = max(tables.seen, whole)
-        resumed = (prompt - 1 + dropped) // size - dropped  # vLLM looks at it again while it is held
-        if whole == resumed > 0 and not (self._marked and tokens % size):
-            self._name_state(row, tables, resumed)
+        if whole == tables.resumed > 0 and not (self._marked and tokens % size):
+            self._name_state(row, tables, whole)  # vLLM looks at it again while it is held
 
     def _name_state(self, row: int, tables: _Tables, end: int) -> None:
         """Let the state at the end of block ``end``, if it is held, be found by steps to come."""
@@ -489,23 +500,16 @@ class StatesKv(CachingKv):
         """Which rows need or give back blocks when they have room for ``tokens`` and ``slots``."""
         return (tokens > self.quiet_tokens.take(rows)) | (slots > self._quiet_slots.take(rows))
 
-    def needed(self, row: int, tokens: int, slots: int, processed: int) -> int:
-        """Blocks that a row lacks for ``tokens`` and ``slots``, once it has given back what it no longer needs:
-        ``processed`` tokens are computed for good."""
-        tables = self._tables[row]
-        self._retire(tables, processed)
-        self._note(row, tables)
-        new = self._states * min(max(self._end(tokens) - tables.places, 0), 1)
-        return new + self._full * max(-(-slots // self._block_size) - tables.full_places, 0)
-
     def _retire(self, tables: _Tables, processed: int) -> None:
-        states, upto = tables.states, min(max(processed - 1, 0) // self._block_size, tables.places)
-        passed = [place for place in reversed(states) if tables.retired <= place < upto]
-        if tables.last in states and tables.last not in passed and tables.last < -(-processed // self._block_size) - 1:
-            passed.append(tables.last)
-        if passed:
-            self._give_back_states([states.pop(place) for place in passed])
-        tables.retired = max(tables.retired, upto)
+        """Give back states that were moved on from; that of the last token and those of drafts after it are kept."""
+        states = tables.states
+        if len(states) > 1 + self._drafts:
+            upto = (processed - 1) // self._block_size
+            passed = [place for place in reversed(states) if place < upto]
+            if upto <= tables.last < -(-processed // self._block_size) - 1 and tables.last in states:
+                passed.append(tables.last)
+            if passed:
+                self._give_back_states([states.pop(place) for place in passed])
 
     def _give_back_states(self, held: Sequence[Sequence[int]]) -> None:
         """Give blocks of states back, one table after the other."""
@@ -521,8 +525,9 @@ class StatesKv(CachingKv):
         tables = self._tables.pop(row, None)
         if tables is None:
             return
-        if known_tokens >= self._block_size:
-            self._name_full(row, tables, known_tokens)
+        whole = known_tokens // self._block_size
+        if whole > len(tables.full[0]):
+            self._name_full(row, tables, whole)
         self._give_back_states([*reversed(tables.states.values())])
         for table in tables.full:
             self._give_back(table[::-1], tables.full_places - len(table))

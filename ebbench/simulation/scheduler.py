@@ -513,8 +513,10 @@ class Scheduler:
             if np.add.reduce(wanted) <= budget:
                 return wanted
             return np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted)
-        tokens, left = wanted.copy(), budget
-        for place, row in enumerate(rows.tolist()):
+        tokens = np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted)
+        first = int(self.state.partial.take(rows).argmax())  # those before it, mostly all decodes, end nowhere else
+        left = budget - int(np.add.reduce(tokens[:first]))
+        for place, row in enumerate(rows[first:].tolist(), first):
             tokens[place] = self._running_chunk(row, min(int(wanted[place]), left), budget)
             left -= int(tokens[place])
         return tokens
@@ -674,9 +676,10 @@ class Scheduler:
         few in most steps. The last three: see :meth:`_ends_of`."""
         if not len(changing):
             return len(candidates)
-        kept, ends = len(candidates), np.array((after[changing], slots[changing], processed[changing]))
-        for place, (tokens, room, done) in zip(changing.tolist(), ends.T.tolist(), strict=True):
-            while kept > place and not self._grow_state(states, int(candidates[place]), tokens, room, done):
+        kept = len(candidates)
+        for place in changing.tolist():
+            ends = int(after[place]), int(slots[place]), int(processed[place])
+            while kept > place and not self._grow_state(states, int(candidates[place]), *ends):
                 kept -= 1
                 self._preempt(step, int(candidates[kept]))
         if kept < len(candidates):
@@ -691,10 +694,7 @@ class Scheduler:
 
     def _grow_state(self, states: StatesKv, row: int, after: int, slots: int, processed: int) -> bool:
         """Whether the blocks were free that a row needs for a step, whose ends are those of :meth:`_ends_of`."""
-        if states.needed(row, after, slots, processed) > states.free:
-            return False
-        states.grow(row, after, slots, min(after, self.delivered_tokens(row)))
-        return True
+        return states.grow(row, after, slots, processed, min(after, self.delivered_tokens(row)))
 
     def _allot_by_rank(self, ranks: Ints, step: Step, wanted: dict[int, int], budget: int) -> tuple[Ints, Ints]:
         """:meth:`_allot` where the running request of the highest rank is preempted, which may be one that this step

@@ -120,8 +120,7 @@ def test_a_state_has_a_second_block_until_its_block_is_computed() -> None:
     kv.admit(0, 32, 32, 32)
     used = {32: kv.total - kv.free}
     for tokens in (33, 34):
-        assert kv.needed(0, tokens, tokens, processed=tokens - 1) <= kv.free
-        kv.grow(0, tokens, tokens, 32)
+        assert kv.grow(0, tokens, tokens, tokens - 1, 32)
         used[tokens] = kv.total - kv.free
     assert used == {32: 2 + 2 * 4, 33: 3 + 2 * 5, 34: 3 + 2 * 4}
     kv.release(0, 34)
