@@ -231,13 +231,19 @@ class Coasting:
         if most < SHORTEST_RUN:
             self._ending = most == 1 and before > 0
             return False
-        ends, most = most, scheduler.countable_decodes(rows, computed, most)
+        ends, quiet = most, scheduler.quiet_decodes(rows, computed, most)
+        if gate.asks_each_step or not scheduler.in_flight_alike:
+            most = quiet
         if most < SHORTEST_RUN:
             return False
         seqs, ones, asks = len(rows), scheduler.ones[: len(rows)], gate.asks_each_step
         kv_tokens, made, wake_ns, held_blocks = int(np.add.reduce(computed)), 0, now_ns, None
         blocks = scheduler.decode_blocks(rows, computed)
         while made < most and wake_ns < until_ns:
+            if made == quiet:
+                if not scheduler.grow_decodes(rows, computed + made, before) or not gate.may_coast():
+                    break
+                quiet += max(scheduler.quiet_decodes(rows, computed + made, most - made), 1)
             at_once, in_all, held = next(blocks)
             if at_once > kv.free:
                 break

@@ -10,6 +10,7 @@ decodes fast to simulate.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -160,8 +161,9 @@ class CachingKv(KvBlocks):
         self._blank = total
         self._queue: deque[int] = deque()
         self._left: dict[int, int] = {}
-        self._numbers = list(range(total))  # of no block
-        self._references, self._key_of = [0] * total, [0] * total
+        self._numbers = itertools.count()
+        self._references: dict[int, int] = {}
+        self._key_of: dict[int, int] = {}
         # A list if several blocks hold the same content: the oldest is first and is the one found.
         self._by_key: dict[int, int | list[int]] = {}
         self._held: dict[int, int] = {}  # by row: its blocks, of which the first have content in ``_named``
@@ -223,7 +225,7 @@ class CachingKv(KvBlocks):
         numbers, references, key_of, by_key = self._numbers, self._references, self._key_of, self._by_key
         blocks: list[int] = []
         for key in keys:
-            block = numbers.pop()
+            block = next(numbers)
             blocks.append(block)
             references[block], key_of[block] = 1, key
             holder = by_key.setdefault(key, block)
@@ -252,25 +254,26 @@ class CachingKv(KvBlocks):
                 queue.append(block)
                 self.free += 1
 
-    def _take(self, count: int) -> None:
-        """Take blocks from the head of the queue, without their cached content."""
-        self.free -= count
-        if count <= self._blank:
-            self._blank -= count
+    def _take(self, blocks: int) -> None:
+        """Take so many blocks from the head of the queue, without their cached content."""
+        self.free -= blocks
+        if blocks <= self._blank:
+            self._blank -= blocks
             return
-        count -= self._blank
+        blocks -= self._blank
         self._blank = 0
         pop, left, key_of, by_key = self._queue.popleft, self._left, self._key_of, self._by_key
-        while count:
+        while blocks:
             block = pop()
             if left and _passed_over(block, left):
                 continue
-            if by_key[key_of[block]] == block:
-                del by_key[key_of[block]]
+            del self._references[block]
+            key = key_of.pop(block)
+            if by_key[key] == block:
+                del by_key[key]
             else:
-                self._forget(block, key_of[block])
-            self._numbers.append(block)
-            count -= 1
+                self._forget(block, key)
+            blocks -= 1
 
     def _forget(self, block: int, key: int) -> None:
         """Remove one of several blocks with the same content."""
@@ -298,22 +301,23 @@ NO_BLOCK = -1  # instead of the number of one that holds a content
 class _Tables:
     """Block tables of a running request. ``states``: of layers that keep a state, by place in order, the blocks that
     are held, one per table if the state can be looked up, else (). ``full``: of layers that keep all, the blocks per
-    table whose content can be looked up.
+    table whose content can be looked up, the first ``named``; () if there are none.
 
     ``places``: of a table of states; ``full_places``: blocks of a table that keeps all; ``seen``: places of ``states``
     that were looked at to be named; ``resumed``: places up to which the prompt may be resumed. ``last``: place of the
     state that the last move left.
     """
 
-    __slots__ = ("full", "full_places", "last", "places", "resumed", "seen", "states")
+    __slots__ = ("full", "full_places", "last", "named", "places", "resumed", "seen", "states")
 
     def __init__(self, hit: Sequence[int], states: int, full: int, resumed: int) -> None:
         """``hit``: blocks of the cached prefix, one of each table of states, then those of every other table."""
-        blocks = self.blocks_of(hit, states, full)
+        blocks, self.resumed = self.blocks_of(hit, states, full), resumed
+        self.places = self.full_places = self.named = self.seen = blocks
+        self.last = blocks - 1
         self.states: dict[int, Sequence[int]] = {blocks - 1: hit[:states]} if hit else {}
-        self.full = [list(hit[states + table * blocks : states + (table + 1) * blocks]) for table in range(full)]
-        self.places = self.full_places = self.seen = blocks
-        self.last, self.resumed = blocks - 1, resumed
+        starts = range(states, len(hit), blocks) if hit else ()
+        self.full: Sequence[list[int]] = [list(hit[start : start + blocks]) for start in starts]
 
     @staticmethod
     def blocks_of(hit: Sequence[int], states: int, full: int) -> int:
@@ -410,7 +414,11 @@ class StatesKv(CachingKv):
         dropped = int(self._recomputes)
         resumed = (int(self._state.prompt[row]) - 1 + dropped) // self._block_size - dropped
         self._tables[row] = tables = _Tables(self._hit, self._states, self._full, resumed)
-        self._lengthen(tables, self._end(tokens), slots, begun=False)
+        before, tables.places, tables.full_places = tables.places, self._end(tokens), -(-slots // self._block_size)
+        new = range(max(before, tables.places - self._drafts - 1), tables.places)
+        for place in new:
+            tables.states[place] = ()
+        self._take(self._states * len(new) + self._full * (tables.full_places - before))
         self._name_computed(row, tables, known_tokens)
 
     def grow(self, row: int, tokens: int, slots: int, processed: int, known_tokens: int) -> bool:
@@ -427,34 +435,24 @@ class StatesKv(CachingKv):
             if need > self.free:
                 return False
             if longer:
-                tables.last = tables.places - 1 - self._drafts
-            self._lengthen(tables, end, slots, begun=True)
+                self._move(tables, end)
+            tables.full_places = max(full, tables.full_places)
+            self._take(need)
         self._name_computed(row, tables, known_tokens)
         return True
 
-    def _lengthen(self, tables: _Tables, end: int, slots: int, *, begun: bool) -> None:
-        """Lengthen the tables of states to ``end`` places, the others to ``slots``. Once a request has ``begun``, the
-        blocks of drafts move along."""
+    def _move(self, tables: _Tables, end: int) -> None:
+        """Lengthen the tables of states to ``end`` places by one block; those of drafts move along."""
         states, before, skipped = tables.states, tables.places, end - self._drafts - 1
-        new = 0
-        if end > before:
-            moving = range(before - self._drafts, min(before, skipped)) if begun else range(0)
-            first = max(before, skipped)
-            for place, moved in enumerate(moving, first):
-                states[place] = states.pop(moved)
-            new = self._states * (end - first - len(moving))
-            for place in range(first + len(moving), end):
-                states[place] = ()
-            tables.places = end
-        full = -(-slots // self._block_size)
-        if full > tables.full_places:
-            new += self._full * (full - tables.full_places)
-            tables.full_places = full
-        self._take(new)
+        tables.last, tables.places = before - 1 - self._drafts, end
+        moving = range(before - self._drafts, min(before, skipped))
+        for place, moved in enumerate(moving, max(before, skipped)):
+            states[place] = states.pop(moved)
+        states[end - 1] = ()
 
     def _name_computed(self, row: int, tables: _Tables, tokens: int) -> None:
         whole = tokens // self._block_size
-        if whole > len(tables.full[0]):
+        if whole > tables.named:
             self._name_full(row, tables, whole)
         if whole > tables.seen or whole == tables.resumed > 0:
             self._name_states(row, tables, tokens)
@@ -468,10 +466,11 @@ class StatesKv(CachingKv):
         self._state.held_blocks[row] = self._states * held + self._full * tables.full_places
 
     def _name_full(self, row: int, tables: _Tables, whole: int) -> None:
-        first = len(tables.full[0])
-        keys = list(self._state.block_keys(row, first, whole - first, self._block_size))
+        keys = list(self._state.block_keys(row, tables.named, whole - tables.named, self._block_size))
+        tables.full = tables.full or [[] for _ in range(self._full)]
         for number, table in enumerate(tables.full, self._states):
             table += self._name(self._key(key, number) for key in keys)
+        tables.named = whole
 
     def _name_states(self, row: int, tables: _Tables, tokens: int) -> None:
         size, prompt = self._block_size, int(self._state.prompt[row])
@@ -509,13 +508,13 @@ class StatesKv(CachingKv):
             if upto <= tables.last < -(-processed // self._block_size) - 1 and tables.last in states:
                 passed.append(tables.last)
             if passed:
-                self._give_back_states([states.pop(place) for place in passed])
+                gone = [states.pop(place) for place in passed]
+                named = self._by_table(gone)
+                self._give_back(named, self._states * len(gone) - len(named))
 
-    def _give_back_states(self, held: Sequence[Sequence[int]]) -> None:
-        """Give blocks of states back, one table after the other."""
-        named = [blocks for blocks in held if blocks]
-        in_order = [block for table in zip(*named, strict=True) for block in table] if named else ()
-        self._give_back(in_order, self._states * (len(held) - len(named)))
+    def _by_table(self, states: Iterable[Sequence[int]]) -> list[int]:
+        """Those blocks of states that can be looked up, one table after the other."""
+        return [block for table in zip(*filter(None, states), strict=True) for block in table]
 
     def publish(self, row: int, tokens: int) -> None:
         """Do nothing: done where blocks are given."""
@@ -526,11 +525,13 @@ class StatesKv(CachingKv):
         if tables is None:
             return
         whole = known_tokens // self._block_size
-        if whole > len(tables.full[0]):
+        if whole > tables.named:
             self._name_full(row, tables, whole)
-        self._give_back_states([*reversed(tables.states.values())])
+        named = self._by_table(reversed(tables.states.values()))
         for table in tables.full:
-            self._give_back(table[::-1], tables.full_places - len(table))
+            named += reversed(table)
+        held = self._states * len(tables.states) + self._full * tables.full_places
+        self._give_back(named, held - len(named))
 
 
 # KV blocks of plans in which no two simultaneously open requests share content.

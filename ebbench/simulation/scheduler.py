@@ -69,6 +69,7 @@ def admit_waiting(
     """
     state, kv, limits, waiting = scheduler.state, scheduler.kv, scheduler.limits, scheduler.waiting
     whole, block_size, delivered = limits.scheduler_reserve_full_isl, limits.block_size, scheduler.delivered
+    states, state_block = scheduler.states, scheduler.state_block_tokens
     lookahead, longest, padding = scheduler.lookahead_tokens, scheduler.longest_tokens, scheduler.padding(running)
     rows, tokens, skipped = list[int](), list[int](), list[int]()
     room = running_limit - len(scheduler.running)
@@ -88,7 +89,7 @@ def admit_waiting(
             if chunk > budget:
                 break
         chunk = min(chunk, threshold or chunk, budget)
-        if scheduler.state_block_tokens:
+        if state_block and not known <= chunk <= state_block:  # within a block no state is kept
             wanted, chunk = chunk, scheduler.up_to_state(row, cached, chunk, most)
             if not chunk:
                 break
@@ -96,14 +97,14 @@ def admit_waiting(
                 chunk = 1  # what extends it would not be whole
         after = cached + chunk
         slots = min(after + lookahead, longest) if lookahead else after
-        if scheduler.states is not None:
-            if not _fit_states(scheduler.states, after, slots, known if whole else 0):
+        if states is not None:
+            if not _fit_states(states, after, slots, known if whole else 0):
                 break
         elif not _fits(scheduler, max(known, slots) if whole else slots, hits, pinned):
             break
         waiting.popleft()
-        if scheduler.states is not None:
-            scheduler.states.admit(row, after, slots, min(after, known))
+        if states is not None:
+            states.admit(row, after, slots, min(after, known))
         else:
             _allocate(scheduler, row, hits, cached, slots)
         state.computed[row] = cached
@@ -500,9 +501,10 @@ class Scheduler:
             return None
         changes = computed >= states.quiet_tokens.take(rows)
         changing = (due & changes).nonzero()[0] if np.count_nonzero(changes) else NO_ROWS
-        if len(changing):
-            after = computed + 1
-            processed = self._processed_by_decodes(rows, computed)
+        if len(changing) and not (
+            self.in_flight_alike and self._grow_each(states, rows, computed, changing, len(self.in_flight))
+        ):
+            after, processed = computed + 1, self._processed(rows, computed, self.in_flight)
             kept = self._grow_states(states, step, rows, changing, after, after, processed)
             rows, computed, due = rows[:kept], computed[:kept], due[:kept]
         return (rows, computed) if np.count_nonzero(due) == len(rows) else (rows[due], computed[due])
@@ -535,7 +537,7 @@ class Scheduler:
         """
         block, known, prompt = self.state_block_tokens, int(self.state.target[row]), int(self.state.prompt[row])
         end, whole = done + tokens, max(prompt, known - 1)
-        if done >= whole or whole <= end <= block:
+        if done >= whole:
             return tokens
         threshold = self.limits.long_prefill_token_threshold
         if end < whole:
@@ -554,13 +556,36 @@ class Scheduler:
             return bool(np.add.reduce(need) <= self.kv.free)
         return not len(need) or bool(np.maximum.reduce(np.cumsum(need)) <= self.kv.free)
 
-    def countable_decodes(self, rows: Ints, computed: Ints, most: int) -> int:
+    @property
+    def in_flight_alike(self) -> bool:
+        """Whether every step in flight decoded all requests that the next one decodes."""
+        return not self.in_flight or self.in_flight[0] is self.all_decodes
+
+    def quiet_decodes(self, rows: Ints, computed: Ints, most: int) -> int:
         """How many steps to come, at most ``most``, that all decode ``rows`` need only counts of KV blocks.
 
         Where states are kept, these are the steps in which no row needs or gives back a block."""
         if self.states is None:
             return most
-        return min(most, int(np.minimum.reduce(self.states.quiet_tokens.take(rows) - computed)))
+        return min(most, max(int(np.minimum.reduce(self.states.quiet_tokens.take(rows) - computed)), 0))
+
+    def grow_decodes(self, rows: Ints, computed: Ints, flying: int) -> bool:
+        """Give each row the blocks of states for a decode step and take back those it no longer needs; returns whether
+        enough are free. A second call changes nothing. ``flying`` steps are in flight then, which all decode ``rows``.
+        """
+        states = self.states
+        if states is None:
+            return True
+        changing = (computed >= states.quiet_tokens.take(rows)).nonzero()[0]
+        return self._grow_each(states, rows, computed, changing, flying)
+
+    def _grow_each(self, states: StatesKv, rows: Ints, computed: Ints, changing: Ints, flying: int) -> bool:
+        """See :meth:`grow_decodes`, of the rows at the places ``changing``."""
+        for place in changing.tolist():
+            done = int(computed[place])
+            if not states.grow(int(rows[place]), done + 1, done + 1, done - flying, done + 1 - flying):
+                return False
+        return True
 
     def decode_blocks(self, rows: Ints, computed: Ints) -> Iterator[tuple[int, int, Ints | None]]:
         """KV blocks of the steps to come that all decode ``rows``: how many must be free, how many are taken, and how
@@ -602,17 +627,9 @@ class Scheduler:
 
     def _held_by_decodes(self, layout: KvLayout, rows: Ints, computed: Ints) -> Ints:
         """Blocks that ``rows``, all in decode, hold with one token more."""
-        flying = len(self.in_flight)
-        if flying and self.in_flight[0] is not self.all_decodes:
+        if not self.in_flight_alike:
             return layout.held(computed + 1, self._processed(rows, computed, self.in_flight))
-        return layout.by_length.decoding[flying].take(computed)
-
-    def _processed_by_decodes(self, rows: Ints, computed: Ints) -> Ints:
-        """:meth:`_processed` of ``rows``, all in decode."""
-        flying = len(self.in_flight)
-        if flying and self.in_flight[0] is not self.all_decodes:
-            return self._processed(rows, computed, self.in_flight)
-        return computed - flying
+        return layout.by_length.decoding[len(self.in_flight)].take(computed)
 
     def _processed(self, rows: Ints, computed: Ints, in_flight: Collection[Step]) -> Ints:
         """Tokens of ``rows`` that are computed for good: without those of steps in flight."""
