@@ -182,6 +182,9 @@ def start_up(version: str = DEFAULT_VLLM) -> StartUp:
 QUANTIZATIONS = ("fp8",)
 
 
+MOE_BACKENDS = ("auto", "marlin")
+
+
 @dataclass(frozen=True)
 class DeviceRequest:
     """A GPU serving a model, or one unit of several GPUs: the arguments of :func:`ebbench.devices.loader.load_device`.
@@ -191,7 +194,8 @@ class DeviceRequest:
     constants. ``parallel``: how GPUs share the model. ``quantization`` and ``kv_cache_dtype``: vLLM's (fp8).
     ``kv_tokens``: the KV cache that a server reports, in place of the estimate. ``vllm_version``: the version by whose
     rules the KV cache is sized, None: the default one. ``speculative``: the server drafts tokens. ``assume_kernels``: a
-    roofline stands for kernels that were not measured, with a caveat. ``prefix_caching``: a sequence keeps two states,
+    roofline stands for kernels that were not measured, with a caveat. ``moe_backend``: vLLM's kernels of experts, auto
+    or marlin, which is told apart for experts in MXFP4. ``prefix_caching``: a sequence keeps two states,
     without it one. The other settings only affect the cache's size, too; None is the profile's value, of
     ``gpu_memory_utilization`` the version's.
     """
@@ -213,6 +217,13 @@ class DeviceRequest:
     speculative: Speculative | None = None
     assume_kernels: bool = False
     prefix_caching: bool = True
+    moe_backend: str = "auto"
+
+    @property
+    def start(self) -> StartUp:
+        """The rules of the version, with the kernels asked for."""
+        start = start_up(self.vllm)
+        return replace(start, marlin=True) if self.moe_backend == "marlin" else start
 
     @property
     def vllm(self) -> str:
@@ -223,7 +234,7 @@ class DeviceRequest:
     def memory_share(self) -> float:
         """The share of each GPU's memory that the server may use."""
         given = self.gpu_memory_utilization
-        return start_up(self.vllm).gpu_memory_utilization if given is None else given
+        return self.start.gpu_memory_utilization if given is None else given
 
 
 def quantised(model: ModelGeometry, quantization: str | None, kv_cache_dtype: str) -> ModelGeometry:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ebbench.devices.base import SINGLE, Device, DeviceRequest, Parallel, StartUp, start_up
+from ebbench.devices.base import SINGLE, Device, DeviceRequest, Parallel, StartUp
 from ebbench.devices.geometry import (
     BLOCK_TOKENS,
     CHUNKS_SINCE,
@@ -213,7 +213,7 @@ def requested_capacity(profile: DeviceProfile, model: ModelGeometry, request: De
     return kv_capacity_tokens(
         profile,
         _with_drafter(model, request),
-        start_up(request.vllm),
+        request.start,
         parallel=request.parallel,
         gpu_memory_utilization=request.gpu_memory_utilization,
         max_num_seqs=request.max_num_seqs or limits.max_num_seqs,

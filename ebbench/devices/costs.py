@@ -509,10 +509,15 @@ def table_cost(
     overlap: bool = True,
     eager: bool = False,
     vllm: str = DEFAULT_VLLM,
+    marlin: bool = False,
 ) -> Built | None:
-    """Build the model of one unit; None if the device has no kernel tables."""
+    """Build the model of one unit; None if the device has no kernel tables. ``vllm``, ``marlin``: see step_arrays."""
     mixing = _mixing(profile, model, shape, host)
-    arrays = None if mixing is None else step_arrays(profile, model, shape, eager=eager, whole=mixing.whole, vllm=vllm)
+    arrays = (
+        None
+        if mixing is None
+        else step_arrays(profile, model, shape, eager=eager, whole=mixing.whole, vllm=vllm, marlin=marlin)
+    )
     if arrays is None or mixing is None:
         return None
     dense = arrays.dense

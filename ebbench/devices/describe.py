@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ebbench.devices.base import CostModel, Device, DeviceRequest, Parallel, start_up
+from ebbench.devices.base import CostModel, Device, DeviceRequest, Parallel
 from ebbench.devices.capacity import kv_cache_bytes, weight_bytes_per_gpu
 from ebbench.devices.costs import decode_shape, measured_devices, mixed_shape, prefill_shape
 from ebbench.devices.geometry import ModelGeometry
@@ -111,7 +111,7 @@ class DeviceFacts:
     @property
     def gpu_weight_bytes(self) -> int:
         """Bytes of the weights on one GPU."""
-        return int(weight_bytes_per_gpu(self.model, self.parallel, self.profile.gpu, start_up(self.request.vllm)))
+        return int(weight_bytes_per_gpu(self.model, self.parallel, self.profile.gpu, self.request.start))
 
     @property
     def request(self) -> DeviceRequest:

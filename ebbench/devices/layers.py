@@ -14,9 +14,9 @@ from ebbench.config.declare import DEFAULT_VLLM
 from ebbench.devices import library
 from ebbench.devices.base import BANDWIDTH_SHARE, COMPUTE_SHARE, SINGLE, Parallel
 from ebbench.devices.geometry import WEIGHT_BITS, Mixer, ModelGeometry, Product
-from ebbench.devices.library import select, table_source
+from ebbench.devices.library import Shape, select, table_source
 from ebbench.devices.profiles import DeviceProfile, Link, find_model
-from ebbench.devices.routers import router_s
+from ebbench.devices.routers import HOPPER, router_s
 from ebbench.devices.surfaces import Array, increasing, lower_envelope, without_spikes
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.records.warnings import RunWarning, warning
@@ -154,50 +154,37 @@ _TABLE_BITS = {"w4a16_mxfp4": 4.25, "w4a8_mxfp4_mxfp8": 4.25, "bfloat16": 16.0}
 """Bits per weight in a table's type, with its scales; 8 for the others."""
 
 
-class Shape(NamedTuple):
-    """The experts of one layer: widths, their number, and how many of them a token uses."""
-
-    hidden: int
-    intermediate: int
-    experts: int
-    per_token: int
-    matrices: int = 3  # of an expert: two in, of which one is the gate, and one out
-
-    @property
-    def params(self) -> float:
-        """Parameters of one expert."""
-        return float(self.matrices * self.hidden * self.intermediate)
-
-    def distance(self, other: Shape) -> float:
-        """How far the shapes are apart: the sum of the logarithms of their ratios."""
-        pairs = ((self.params, other.params), (self.experts, other.experts), (self.per_token, other.per_token))
-        return float(sum(abs(np.log(ours / theirs)) for ours, theirs in pairs))
-
-    def __str__(self) -> str:
-        return f"{self.per_token} of {self.experts} experts of {self.hidden} x {self.intermediate}"
-
-
 def expert_times(
-    profile: DeviceProfile, model: ModelGeometry, shape: Parallel
+    profile: DeviceProfile, model: ModelGeometry, shape: Parallel, *, marlin: bool = False
 ) -> tuple[tuple[Array, Array], tuple[RunWarning, ...], tuple[library.Note, ...]]:
     """(token counts, seconds) of one GPU's experts by the tokens of all GPUs, warnings, what the library gave.
 
     With ``ep`` each GPU computes its own experts for the tokens of all GPUs; otherwise its slice of every expert.
     Sources in order of preference: the table of this shape and division; the library's (derived from other shapes of a
     type without any table); the table of one GPU, divided except for its fixed part; that of the nearest shape, scaled;
-    the roofline of the experts used.
+    the roofline of the experts used. ``marlin``: experts in MXFP4 are Marlin's, which on Hopper those of all models are
+    but gpt-oss's, whose kernels the tables have (vLLM 0.32, fused_moe/oracle/mxfp4.py).
     """
     tp, ep = (1, shape.ep) if shape.ep > 1 else (shape.tp, 1)
     matrices = round(model.expert_params / (model.hidden * model.expert_intermediate))
     wanted = Shape(model.hidden, model.expert_intermediate, model.experts, model.experts_per_token, matrices)
     dtype, parts = model.dtype_of_experts, tp * ep
     caveats: tuple[RunWarning, ...] = ()
+    sized = wanted._replace(hidden=model.expert_hidden or model.hidden, matrices=model.mlp_matrices)
+    on_hopper = dtype == MXFP4 and profile.name in HOPPER
+    if (marlin and dtype == MXFP4) or (on_hopper and wanted not in shapes_measured(profile.name, dtype, 1, 1)):
+        named = {"model": model.name, "experts": str(wanted), "device": profile.name}
+        if curve := marlin_times(profile, sized, tp, ep):
+            scaled = warning("experts-scaled", **named, measured=f"{MARLIN_MXFP4} with Marlin's kernels")
+            return (curve.points, curve.times), (scaled,), ((f"experts of {model.name}", curve.origin),)
+        if on_hopper:
+            caveats = (warning("marlin-unmeasured", **named), *library.hint(profile))
     if dtype == MXFP4 and profile.mxfp4_experts:
-        dtype, caveats = profile.mxfp4_experts, (warning("mxfp8-activations", device=profile.name),)
+        dtype, caveats = profile.mxfp4_experts, (*caveats, warning("mxfp8-activations", device=profile.name))
     if points := _measured(profile.name, wanted, dtype, tp, ep):
         return points, caveats, ()
     known = bool(shapes_measured(profile.name, dtype, 1, 1))
-    if curve := library.experts(profile, model, dtype, tp, ep, derived=not known):
+    if curve := library.experts(profile, sized, dtype, tp, ep, derived=not known):
         return (curve.points, curve.times), caveats, ((f"experts of {model.name}", curve.origin),)
     if whole := _measured(profile.name, wanted, dtype, 1, 1):
         divided = warning("experts-divided", model=model.name, device=profile.name, gpus=parts)
@@ -215,6 +202,39 @@ def expert_times(
 
 
 MXFP4 = "w4a16_mxfp4"
+MARLIN_MXFP4, MARLIN_INT4 = Shape(3584, 3072, 896, 16), Shape(7168, 2048, 384, 8)
+"""Experts that the library measured with Marlin's kernels: Kimi K3's and Kimi K2's."""
+
+
+def marlin_times(profile: DeviceProfile, wanted: Shape, tp: int, ep: int) -> library.Curve | None:
+    """Experts in MXFP4 by Marlin's kernels, from those of Kimi K3; None where these were not measured.
+
+    With as many tokens per expert, reading and arithmetic are in the ratio of all experts' parameters, which Marlin
+    pads to multiples of 256 by 128. The fixed part is what one token takes on eight GPUs beyond reading its experts; it
+    grows with the number of experts, as from Kimi K2's to Kimi K3's.
+    """
+    measured = library.experts(profile, MARLIN_MXFP4, MXFP4, tp, ep, derived=False)
+    if measured is None or not measured.origin.exact:
+        return None
+    fixed = _marlin_fixed_s(profile, MARLIN_MXFP4, MXFP4, ep > 1)
+    of_int4 = _marlin_fixed_s(profile, MARLIN_INT4, "int4", ep > 1)
+    per_expert = (fixed - of_int4) / (MARLIN_MXFP4.experts - MARLIN_INT4.experts)
+    padded = wanted._replace(
+        hidden=-(-wanted.hidden // 256) * 256, intermediate=-(-wanted.intermediate // (128 * tp)) * 128 * tp
+    )
+    ratio = padded.experts * padded.params / (MARLIN_MXFP4.experts * MARLIN_MXFP4.params)
+    used = wanted.per_token / wanted.experts / (MARLIN_MXFP4.per_token / MARLIN_MXFP4.experts)
+    rest = continued(measured.points * used, measured.points, measured.times) - fixed
+    own_fixed = max(of_int4 + per_expert * (wanted.experts - MARLIN_INT4.experts), 0.0)
+    return measured._replace(times=own_fixed + np.maximum(rest, 0.0) * ratio)
+
+
+def _marlin_fixed_s(profile: DeviceProfile, shape: Shape, dtype: str, by_experts: bool) -> float:
+    ways = 8
+    curve = library.experts(profile, shape, dtype, *((1, ways) if by_experts else (ways, 1)), derived=False)
+    assert curve is not None  # measured wherever Kimi K3's are
+    reading = shape.per_token * shape.params * WEIGHT_BITS[dtype] / 8 / ways / profile.bandwidth_bytes_per_s
+    return float(curve.times[0] - reading)
 
 
 def scaled_times(
@@ -321,12 +341,14 @@ def step_arrays(
     eager: bool = False,
     whole: frozenset[str] = frozenset(),
     vllm: str = DEFAULT_VLLM,
+    marlin: bool = False,
 ) -> StepArrays | None:
     """Everything except attention, for one GPU of ``shape``; None if the device has no tables of matrix products.
 
     Kernels are those of the slice on one GPU (:meth:`ModelGeometry.sliced`); sampling covers the whole vocabulary.
     ``whole``: kinds of layers whose projections belong to their attention. ``vllm``: the version, by which routers
-    have kernels. Raises UsageError for a weight type without tables on this device.
+    have kernels; ``marlin``: see :func:`expert_times`. Raises UsageError for a weight type without tables on this
+    device.
     """
     part = model.sliced(shape.tp)
     tables = _all_products(profile, model)
@@ -336,7 +358,7 @@ def step_arrays(
     tokens = np.arange(MAX_TOKENS + 1, dtype=float)
     experts = None
     if model.experts:
-        (points, times), unmeasured, origins = expert_times(profile, model, shape)
+        (points, times), unmeasured, origins = expert_times(profile, model, shape, marlin=marlin)
         notes += origins
         flops_per_token = 2.0 * model.experts_per_token * model.expert_params / max(shape.ep, shape.tp)
         experts = _sustained(

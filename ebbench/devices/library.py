@@ -246,15 +246,36 @@ def products(profile: DeviceProfile, dtype: str) -> tuple[Product | None, Origin
     return product, sample.origin
 
 
-def experts(
-    profile: DeviceProfile, model: ModelGeometry, dtype: str, tp: int, ep: int, *, derived: bool
-) -> Curve | None:
+class Shape(NamedTuple):
+    """The experts of one layer: widths, their number, and how many of them a token uses."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    per_token: int
+    matrices: int = 3  # of an expert: two in, of which one is the gate, and one out
+
+    @property
+    def params(self) -> float:
+        """Parameters of one expert."""
+        return float(self.matrices * self.hidden * self.intermediate)
+
+    def distance(self, other: Shape) -> float:
+        """How far the shapes are apart: the sum of the logarithms of their ratios."""
+        pairs = ((self.params, other.params), (self.experts, other.experts), (self.per_token, other.per_token))
+        return float(sum(abs(np.log(ours / theirs)) for ours, theirs in pairs))
+
+    def __str__(self) -> str:
+        return f"{self.per_token} of {self.experts} experts of {self.hidden} x {self.intermediate}"
+
+
+def experts(profile: DeviceProfile, shape: Shape, dtype: str, tp: int, ep: int, *, derived: bool) -> Curve | None:
     """Fused experts of one layer on one GPU, by the tokens of all GPUs. With ``derived``, what was not measured in this
     shape is derived from other shapes measured under the same vLLM, before rows of another vLLM are taken."""
     described = {
-        "hidden_size": model.expert_hidden or model.hidden, "inter_size": model.expert_intermediate,
-        "topk": model.experts_per_token, "num_experts": model.experts, "moe_tp_size": tp, "moe_ep_size": ep,
-        "attention_dp_size": 1, "workload_distribution": SHARDING, "is_gated": model.mlp_matrices == 3,
+        "hidden_size": shape.hidden, "inter_size": shape.intermediate,
+        "topk": shape.per_token, "num_experts": shape.experts, "moe_tp_size": tp, "moe_ep_size": ep,
+        "attention_dp_size": 1, "workload_distribution": SHARDING, "is_gated": shape.matrices == 3,
         "moe_backend": None, "enable_eplb": False, "is_context": False,
     }  # fmt: skip
     types = EXPERTS.get(dtype, ())

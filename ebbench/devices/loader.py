@@ -14,6 +14,7 @@ from typing import ParamSpec
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices import library
 from ebbench.devices.base import (
+    MOE_BACKENDS,
     CostModel,
     Device,
     DeviceRequest,
@@ -39,7 +40,7 @@ from ebbench.devices.costs import (
     table_cost,
 )
 from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.layers import MAX_TOKENS, choose_link
+from ebbench.devices.layers import MAX_TOKENS, MXFP4, choose_link
 from ebbench.devices.profiles import (
     DeviceProfile,
     device_identity,
@@ -206,6 +207,13 @@ def _check_measured(
         )
 
 
+def _check_backend(moe_backend: str, model: ModelGeometry) -> None:
+    check_known("kernels of experts (--moe-backend)", moe_backend, MOE_BACKENDS)
+    if moe_backend == "marlin" and not (model.experts and model.dtype_of_experts in (MXFP4, "int4")):
+        kind = f"experts in {model.dtype_of_experts}" if model.experts else "no experts"
+        raise UsageError(f"--moe-backend marlin is for experts in MXFP4 or INT4: {model.name} has {kind}; leave it out")
+
+
 def load(request: DeviceRequest) -> Device:
     """The device of a request, or one given by its constants (``costs.given_device``).
 
@@ -225,6 +233,7 @@ def load(request: DeviceRequest) -> Device:
     if drafts is not None:
         check_drafts(drafts, named)
     geometry = quantised(named, request.quantization, request.kv_cache_dtype)
+    _check_backend(request.moe_backend, geometry)
     request.parallel.check(geometry)
     capacity = requested_capacity(profile, geometry, request)
     measured = _measured(profile, request.model, geometry)
@@ -414,7 +423,7 @@ def _build(
     if wanted in ("auto", "table"):
         tables = table_cost(
             profile, model, host, shape=request.parallel, overlap=request.async_scheduling, eager=request.eager,
-            vllm=request.vllm,
+            vllm=request.vllm, marlin=request.start.marlin,
         )  # fmt: skip
         if tables is not None:
             return tables

@@ -38,7 +38,7 @@ class _Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _TIMES = msgspec.convert(read_toml(DATA / "routers.toml"), dict[str, _Measured])
 _OWN_KERNEL = frozenset({(3072, 256), (6144, 128), (6144, 256)})
 _FEW_TOKENS = 32
-_HOPPER, _BLACKWELL = frozenset({"h100", "h100-pcie", "h200"}), frozenset({"b200", "b300", "gb200", "gb300"})
+HOPPER, _BLACKWELL = frozenset({"h100", "h100-pcie", "h200"}), frozenset({"b200", "b300", "gb200", "gb300"})
 _FEW_SINCE, _ALL_SINCE = (0, 23), (0, 26)
 """vLLM has kernels of its own for routers in 32 bits: up to 32 tokens of these shapes (pull request 38445, merged after
 21 May 2026), on Blackwell for any number (47973, July 2026). They are as fast as a product in 16 bits."""
@@ -59,5 +59,5 @@ def router_s(model: ModelGeometry, device: str, vllm: str, tokens: Array, in_16_
         return time
     if device in _BLACKWELL and release >= _ALL_SINCE:
         return in_16_bits
-    own = device in _HOPPER | _BLACKWELL and (model.hidden, model.experts) in _OWN_KERNEL and release >= _FEW_SINCE
+    own = device in HOPPER | _BLACKWELL and (model.hidden, model.experts) in _OWN_KERNEL and release >= _FEW_SINCE
     return np.asarray(np.where(tokens <= _FEW_TOKENS, in_16_bits, time)) if own else time

@@ -177,6 +177,7 @@ def _how(options: EngineOptions | None, vllm_options: Sequence[str]) -> dict[str
         "eager": options.enforce_eager,
         "quantization": options.quantization,
         "kv_cache_dtype": options.kv_cache_dtype,
+        "moe_backend": options.moe_backend,
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "assume_kernels": options.assume_kernels,
         **types,

@@ -80,6 +80,7 @@ class EmulatedExecutor(StandInExecutor):
             eager=settings.enforce_eager,  # vLLM's own flag is always set without a GPU
             quantization=settings.quantization,
             kv_cache_dtype=settings.kv_cache_dtype,
+            moe_backend=settings.moe_backend,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             vllm_version=settings.vllm_version,
             assume_kernels=settings.assume_kernels,

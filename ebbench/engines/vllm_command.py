@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebbench.devices.base import Parallel
+from ebbench.devices.base import MOE_BACKENDS, Parallel
 from ebbench.devices.model_config import max_positions, read_model_file
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.installation import installed_versions
@@ -121,6 +121,7 @@ class EmulatedSettings(Emulation):
     enforce_eager: bool = False
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    moe_backend: str = "auto"
     kv_blocks: int | None = None
     gpu_memory_utilization: float | None = None
     vllm_version: str | None = None
@@ -204,8 +205,11 @@ def parse_parallel(options: Sequence[str]) -> Parallel:
 
 
 def parse_types(options: Sequence[str]) -> dict[str, str]:
-    """``quantization`` and ``kv_cache_dtype`` that ``vllm serve`` with these options has; only those given."""
+    """``quantization``, ``kv_cache_dtype`` and ``moe_backend`` that ``vllm serve`` with these options has; only those
+    given."""
     types = {_TYPES[name]: value for name, value in _values(options) if name in _TYPES}
+    if types.get("moe_backend") not in MOE_BACKENDS:  # of other kernels, costs are those that the version chooses
+        types.pop("moe_backend", None)
     if types.get("kv_cache_dtype", "").startswith("fp8"):  # fp8_e4m3 and others have the same size
         types["kv_cache_dtype"] = "fp8"
     return types
@@ -217,7 +221,8 @@ def _values(options: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield _name_of(word), word.partition("=")[2] or following
 
 
-_TYPES = {"--quantization": "quantization", "-q": "quantization", "--kv-cache-dtype": "kv_cache_dtype"}
+_TYPES = {"--quantization": "quantization", "-q": "quantization", "--kv-cache-dtype": "kv_cache_dtype",
+          "--moe-backend": "moe_backend"}  # fmt: skip
 _SIZES = {
     "--tensor-parallel-size": "tp", "-tp": "tp", "--data-parallel-size": "dp", "-dp": "dp",
     "--pipeline-parallel-size": "pp", "-pp": "pp",
@@ -280,7 +285,8 @@ def _emulated_config(emulation: Emulation, options: EngineOptions | None) -> dic
         settings["async_scheduling"] = options.async_scheduling
         given = {
             "enforce_eager": options.enforce_eager, "quantization": options.quantization,
-            "kv_cache_dtype": options.kv_cache_dtype, "kv_blocks": options.num_kv_blocks,
+            "kv_cache_dtype": options.kv_cache_dtype, "moe_backend": options.moe_backend,
+            "kv_blocks": options.num_kv_blocks,
             "gpu_memory_utilization": options.gpu_memory_utilization, "vllm_version": options.vllm_version,
         }  # fmt: skip
         settings |= {name: value for name, value in given.items() if value not in (None, False, "auto")}
@@ -300,7 +306,7 @@ def _plugin_config(serving: Serving) -> dict[str, object]:
 
 
 _ALWAYS = ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "async_scheduling")
-_OF_A_GPU = ("quantization", "kv_cache_dtype", "gpu_memory_utilization")
+_OF_A_GPU = ("quantization", "kv_cache_dtype", "moe_backend", "gpu_memory_utilization")
 """Options that an emulated server has from its own configuration instead."""
 _WHERE_GIVEN = (
     "enforce_eager", *_OF_A_GPU, "max_num_active_seqs", "max_num_queued_reqs", "max_num_queued_tokens",

@@ -160,6 +160,7 @@ def device_of(spec: RunSpec, policies: Sequence[PolicySpec] = ()) -> Device:
         speculative=options.drafts,
         assume_kernels=options.assume_kernels,
         prefix_caching=options.enable_prefix_caching,
+        moe_backend=options.moe_backend,
     )
     key = replace(
         request, gpu_memory_utilization=None, max_num_seqs=None, max_num_batched_tokens=None, kv_tokens=None,

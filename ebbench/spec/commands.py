@@ -89,7 +89,7 @@ DEFAULTS: Mapping[str, Any] = {"engine": "auto"}
 """Defaults of commands that run on any engine; a run's own defaults are the simulator's."""
 OF_A_SERVER = (
     "assume_decoder", "assume_kernels", "max_model_len", "gpu_memory_utilization", "quantization", "kv_cache_dtype",
-    *ONLY_SIMULATED, "scheduling_policy",
+    "moe_backend", *ONLY_SIMULATED, "scheduling_policy",
 )  # fmt: skip
 """Settings of a simulated server besides its device, model and the limits of its scheduler."""
 OF_TRAFFIC = (

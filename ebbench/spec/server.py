@@ -446,6 +446,10 @@ class EngineOptions:
     kv_cache_dtype: str = declare(
         "auto", "Data type of the KV cache: auto (the model's own), bfloat16 or fp8.", ENGINE, shown=""
     )
+    moe_backend: Literal["auto", "marlin"] = declare(
+        "auto", "Kernels of experts: auto (the version's own choice) or marlin (experts in MXFP4).", ENGINE,
+        shown="experts by {}'s kernels",
+    )  # fmt: skip
     api_server: str = declare(
         AUTO, "vLLM's API server, simulated: auto (where it would be busy), datacenter, FILE.toml or off.", ENGINE,
         complete="api_servers_or_auto", shown="", real="answers through a real one", file=True)  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ebbench.papers.protocols import ASYNC_SCHEDULING, VLLM, Protocol
 from ebbench.papers.published import GPUS
@@ -33,8 +34,9 @@ class Published:
 class Case:
     """One run to repeat, with its published results.
 
-    ``quantization`` as named by vLLM; ``kv_cache_dtype``, ``async_scheduling``, ``scheduler_reserve_full_isl``,
-    ``vllm_version``, ``api_server``, ``front_end_ms`` and ``gpu_memory_utilization`` as in EngineOptions. ``refused``:
+    ``quantization`` as named by vLLM; ``kv_cache_dtype``, ``moe_backend``, ``async_scheduling``,
+    ``scheduler_reserve_full_isl``, ``vllm_version``, ``api_server``, ``front_end_ms`` and ``gpu_memory_utilization`` as
+    in EngineOptions. ``refused``:
     why no simulated server can make the run; it then has no figures of ours.
     """
 
@@ -48,6 +50,7 @@ class Case:
     group: str = ""
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    moe_backend: Literal["auto", "marlin"] = "auto"
     async_scheduling: bool = ASYNC_SCHEDULING
     scheduler_reserve_full_isl: bool = True
     vllm_version: str = VLLM

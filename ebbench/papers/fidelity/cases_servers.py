@@ -59,6 +59,7 @@ def measured_servers() -> Iterator[Case]:
             Protocol("v1", _server_plan(row), seqs, int(row["max_num_batched_tokens"]), warmup=0, topology=topology),
             tuple(_server_figures(row)), group=GROUP,
             quantization="fp8" if row["precision"] == "fp8" else None, kv_cache_dtype=row["kv_cache_dtype"] or "auto",
+            moe_backend="marlin" if row["moe_backend"] == "marlin" else "auto",
             async_scheduling=row["async_scheduling"] == "yes", vllm_version=row["vllm"],
             gpu_memory_utilization=float(row["gpu_memory_utilization"]), front_end_ms=None,
         )  # fmt: skip
