@@ -175,7 +175,8 @@ def expert_times(
     if (marlin and dtype == MXFP4) or (on_hopper and wanted not in shapes_measured(profile.name, dtype, 1, 1)):
         named = {"model": model.name, "experts": str(wanted), "device": profile.name}
         if curve := marlin_times(profile, sized, tp, ep):
-            scaled = warning("experts-scaled", **named, measured=f"{MARLIN_MXFP4} with Marlin's kernels")
+            named |= {"experts": f"{wanted}, Marlin's kernels"}
+            scaled = warning("experts-scaled", **named, measured=str(MARLIN_MXFP4))
             return (curve.points, curve.times), (scaled,), ((f"experts of {model.name}", curve.origin),)
         if on_hopper:
             caveats = (warning("marlin-unmeasured", **named), *library.hint(profile))
