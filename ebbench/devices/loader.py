@@ -50,6 +50,7 @@ from ebbench.devices.profiles import (
     has_other_shape,
     measured_name,
 )
+from ebbench.devices.routers import HOPPER
 from ebbench.devices.surfaces import has_joint_tables
 from ebbench.errors import UsageError, check_known
 from ebbench.records.warnings import HOST_DOUBTED, HOST_UNFITTED, LIBRARY_ABSENT, MIXING_UNMEASURED, RunWarning, warning
@@ -423,7 +424,8 @@ def _build(
     if wanted in ("auto", "table"):
         tables = table_cost(
             profile, model, host, shape=request.parallel, overlap=request.async_scheduling, eager=request.eager,
-            vllm=request.vllm, marlin=request.start.marlin,
+            vllm=request.vllm,
+            marlin=request.moe_backend == "marlin" or (request.start.marlin and profile.name in HOPPER),
         )  # fmt: skip
         if tables is not None:
             return tables
