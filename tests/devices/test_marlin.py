@@ -40,7 +40,7 @@ def times_s(device: str, tp: int, *, marlin: bool) -> tuple[Array, Array]:
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("device", ["h100", "h200"])
-def test_marlin_computes_prompts_slower_than_triton_and_decodes_about_as_fast(device: str, tp: int) -> None:
+def test_prompts_are_slower_than_with_triton_and_decodes_as_fast(device: str, tp: int) -> None:
     tokens = np.array([16.0, 32, 64, 8192, 16384])
     ratio = np.interp(tokens, *times_s(device, tp, marlin=True)) / np.interp(tokens, *times_s(device, tp, marlin=False))
     assert ratio[:3] == pytest.approx(1.0, abs=0.25)
@@ -91,7 +91,7 @@ def test_before_0_12_gpt_oss_has_them_on_hopper() -> None:
         assert step_s(device, "0.11", PROMPTS) == step_s(device, "0.12", PROMPTS)
 
 
-def test_other_models_have_them_on_hopper_whatever_is_asked_for(tmp_path: Path) -> None:
+def test_other_models_have_them_on_hopper_in_any_case(tmp_path: Path) -> None:
     config = str(write(tmp_path, MIXTURE | QUARK))
     auto, asked = (load_device("h200", config, moe_backend=backend) for backend in ("auto", "marlin"))
     assert auto.cost.step_s(PROMPTS) == asked.cost.step_s(PROMPTS)
@@ -101,7 +101,7 @@ def test_other_models_have_them_on_hopper_whatever_is_asked_for(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("without_library")
-def test_without_the_library_the_run_says_by_how_much_prompts_are_too_fast() -> None:
+def test_without_the_library_the_run_says_what_is_too_fast() -> None:
     said = [str(text) for text in load_device("h200", "gpt-oss-120b", moe_backend="marlin").warnings]
     assert any("computed by Marlin's kernels on h200" in text and "up to 2 times faster" in text for text in said)
     assert any("pip install 'ebbench[tables]'" in text for text in said)
