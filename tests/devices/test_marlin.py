@@ -1,4 +1,4 @@
-"""Experts in MXFP4 by Marlin's kernels: gpt-oss's if asked for, before vLLM 0.12 on Hopper always; other models' there."""
+"""Experts in MXFP4 by Marlin's kernels: gpt-oss's if asked for, before vLLM 0.12 always; other models' on Hopper."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from ebbench.simulation.kv import CachingKv
 from ebbench.simulation.loop import EventLoop
 from ebbench.simulation.step import Step
 from ebbench.spec.server import EngineOptions
+from ebbench.workloads import build_plan
 from tests.simulation.worlds import World, plan, worlds
 
 NEVER = 1 << 60
@@ -74,6 +76,25 @@ def test_coasting_gives_blocks_back_in_time(world: World, groups: tuple[KvGroup,
         in_one_go = world.run()
         patch.setattr(engine_module, "SHORTEST_RUN", NEVER)
         assert equal(in_one_go, world.run())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_request_is_admitted_when_a_state_gives_a_block_back(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that arrives while a state has two blocks, and finds none free: in the step that gives one back."""
+    rng = random.Random(seed)
+    layout = KvLayout((KvGroup(1, 16), KvGroup(rng.randint(1, 3), 16, per_sequence=2)), 1, 4096, 512)
+    requests = build_plan(
+        "balanced", scenario="poisson", num_prompts=60, seed=seed, request_rate=rng.choice([20.0, 60.0, 200.0]),
+        input_len=rng.randint(8, 40), output_len=rng.randint(40, 200),
+    )  # fmt: skip
+    options = EngineOptions(
+        max_num_seqs=64, max_num_batched_tokens=256, num_kv_blocks=layout.most(512) + rng.randint(0, 20),
+        max_model_len=4096, async_scheduling=bool(seed % 2),
+    )  # fmt: skip
+    world = World(requests, "v1", options, layout)
+    in_one_go = world.run()
+    monkeypatch.setattr(engine_module, "SHORTEST_RUN", NEVER)
+    assert equal(in_one_go, world.run())
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
