@@ -304,17 +304,15 @@ class _Tables:
     table whose content can be looked up, the first ``named``; () if there are none.
 
     ``places``: of a table of states; ``full_places``: blocks of a table that keeps all; ``seen``: places of ``states``
-    that were looked at to be named; ``resumed``: places up to which the prompt may be resumed. ``last``: place of the
-    state that the last move left.
+    that were looked at to be named; ``resumed``: places up to which the prompt may be resumed.
     """
 
-    __slots__ = ("full", "full_places", "last", "named", "places", "resumed", "seen", "states")
+    __slots__ = ("full", "full_places", "named", "places", "resumed", "seen", "states")
 
     def __init__(self, hit: Sequence[int], states: int, full: int, resumed: int) -> None:
         """``hit``: blocks of the cached prefix, one of each table of states, then those of every other table."""
         blocks, self.resumed = self.blocks_of(hit, states, full), resumed
         self.places = self.full_places = self.named = self.seen = blocks
-        self.last = blocks - 1
         self.states: dict[int, Sequence[int]] = {blocks - 1: hit[:states]} if hit else {}
         starts = range(states, len(hit), blocks) if hit else ()
         self.full: Sequence[list[int]] = [list(hit[start : start + blocks]) for start in starts]
@@ -444,7 +442,7 @@ class StatesKv(CachingKv):
     def _move(self, tables: _Tables, end: int) -> None:
         """Lengthen the tables of states to ``end`` places by one block; those of drafts move along."""
         states, before, skipped = tables.states, tables.places, end - self._drafts - 1
-        tables.last, tables.places = before - 1 - self._drafts, end
+        tables.places = end
         moving = range(before - self._drafts, min(before, skipped))
         for place, moved in enumerate(moving, max(before, skipped)):
             states[place] = states.pop(moved)
@@ -505,8 +503,6 @@ class StatesKv(CachingKv):
         if len(states) > 1 + self._drafts:
             upto = (processed - 1) // self._block_size
             passed = [place for place in reversed(states) if place < upto]
-            if upto <= tables.last < -(-processed // self._block_size) - 1 and tables.last in states:
-                passed.append(tables.last)
             if passed:
                 gone = [states.pop(place) for place in passed]
                 named = self._by_table(gone)
