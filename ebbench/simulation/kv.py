@@ -311,11 +311,14 @@ class _Tables:
 
     def __init__(self, hit: Sequence[int], states: int, full: int, resumed: int) -> None:
         """``hit``: blocks of the cached prefix, one of each table of states, then those of every other table."""
-        blocks, self.resumed = self.blocks_of(hit, states, full), resumed
-        self.places = self.full_places = self.named = self.seen = blocks
-        self.states: dict[int, Sequence[int]] = {blocks - 1: hit[:states]} if hit else {}
-        starts = range(states, len(hit), blocks) if hit else ()
-        self.full: Sequence[list[int]] = [list(hit[start : start + blocks]) for start in starts]
+        self.resumed = resumed
+        self.states: dict[int, Sequence[int]] = {}
+        self.full: Sequence[list[int]] = ()
+        self.places = self.full_places = self.named = self.seen = 0
+        if hit:
+            self.places = self.full_places = self.named = self.seen = blocks = self.blocks_of(hit, states, full)
+            self.states[blocks - 1] = hit[:states]
+            self.full = [list(hit[start : start + blocks]) for start in range(states, len(hit), blocks)]
 
     @staticmethod
     def blocks_of(hit: Sequence[int], states: int, full: int) -> int:
@@ -417,7 +420,7 @@ class StatesKv(CachingKv):
         for place in new:
             tables.states[place] = ()
         self._take(self._states * len(new) + self._full * (tables.full_places - before))
-        self._name_computed(row, tables, known_tokens)
+        self._note(row, tables, known_tokens)
 
     def grow(self, row: int, tokens: int, slots: int, processed: int, known_tokens: int) -> bool:
         """Give a request room for ``tokens``, ``slots`` with drafts of the step after; returns whether enough blocks
@@ -436,7 +439,7 @@ class StatesKv(CachingKv):
                 self._move(tables, end)
             tables.full_places = max(full, tables.full_places)
             self._take(need)
-        self._name_computed(row, tables, known_tokens)
+        self._note(row, tables, known_tokens)
         return True
 
     def _move(self, tables: _Tables, end: int) -> None:
@@ -448,15 +451,13 @@ class StatesKv(CachingKv):
             states[place] = states.pop(moved)
         states[end - 1] = ()
 
-    def _name_computed(self, row: int, tables: _Tables, tokens: int) -> None:
+    def _note(self, row: int, tables: _Tables, tokens: int) -> None:
+        """Let what is computed with so many tokens be found, and note what the row holds."""
         whole = tokens // self._block_size
         if whole > tables.named:
             self._name_full(row, tables, whole)
         if whole > tables.seen or whole == tables.resumed > 0:
             self._name_states(row, tables, tokens)
-        self._note(row, tables)
-
-    def _note(self, row: int, tables: _Tables) -> None:
         held = len(tables.states)
         moving = held > 1 + self._drafts
         self.quiet_tokens[row] = 0 if moving else (tables.places - self._drafts) * self._block_size
@@ -523,7 +524,7 @@ class StatesKv(CachingKv):
         whole = known_tokens // self._block_size
         if whole > tables.named:
             self._name_full(row, tables, whole)
-        named = self._by_table(reversed(tables.states.values()))
+        named = self._by_table(reversed(tables.states.values())) if tables.seen else []
         for table in tables.full:
             named += reversed(table)
         held = self._states * len(tables.states) + self._full * tables.full_places
