@@ -84,7 +84,7 @@ here, drafts beside prompts cost less than that: on the L40S, whose mixed attent
 and 3 tokens. Where a server drafts more than its acceptance pays for, it gains most. For DeepSeek-V3 and Qwen3.5 with
 128 sequences on eight GPUs steps load weights, so drafts pay in any batch, and refills on their own cost more than they
 save. Without drafts equation 8 prefers exclusive batches in all Qwen3.5 cells, where they lose: it takes decode steps
-for a straight line, 23.3 ms with 128 sequences on the H200, but they take 27.8, since more sequences load more
+for a straight line, 23.6 ms with 128 sequences on the H200, but they take 28.2, since more sequences load more
 experts."""
 NOTHING = 0.01
 """Gains below this share are called equal."""
