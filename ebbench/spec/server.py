@@ -447,7 +447,7 @@ class EngineOptions:
         "auto", "Data type of the KV cache: auto (the model's own), bfloat16 or fp8.", ENGINE, shown=""
     )
     moe_backend: Literal["auto", "marlin"] = declare(
-        "auto", "Kernels of experts: auto (the version's own choice) or marlin (experts in MXFP4).", ENGINE,
+        "auto", "Kernels of experts: auto (the version's own choice) or marlin (experts in MXFP4).", ENGINE, text=str,
         shown="experts by {}'s kernels",
     )  # fmt: skip
     api_server: str = declare(

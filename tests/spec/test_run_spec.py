@@ -23,6 +23,7 @@ OTHER: dict[str, Any] = {
     "vllm_options": ("--x",), "endpoint": "chat", "connections": "on-demand", "time_unit": "ms", "tool_share": 0.5,
     "prefix_share": 0.5, "cache_hit_rate": 0.5, "topology": "dp=2", "prefix_groups": 2, "goodput": "ttft:5",
     "speculative": "method=eagle3,tokens=2,acceptance=0.8,0.5", "scheduling_policy": "priority",
+    "moe_backend": "marlin",
 }  # fmt: skip
 """A value other than the default, where any would not do."""
 
