@@ -347,6 +347,7 @@ class StatesKv(CachingKv):
         self._full = sum(group.tables for group in layout.groups) - self._states
         self._drafts = next(group.drafts for group in layout.groups if group.by_block)
         self._tables: dict[int, _Tables] = {}
+        self._short: set[int] = set()  # rows within their first blocks, which have no tables yet
         self._hit: list[int] = []  # blocks of the prefix that was looked up last
         self._fresh: set[int | None] = set()  # keys of states that the step being scheduled computes
         self.junction = np.zeros(state.count, np.int64)
@@ -410,11 +411,15 @@ class StatesKv(CachingKv):
 
     def admit(self, row: int, tokens: int, slots: int, known_tokens: int) -> None:
         """Give a request the prefix looked up last, and room for its first chunk; see :meth:`grow`."""
+        if not (self._hit or self._drafts) and known_tokens < self._block_size >= slots:
+            self._short.add(row)
+            self._take(self._states + self._full)
+            self.quiet_tokens[row] = self._quiet_slots[row] = self._block_size
+            self._state.held_blocks[row] = self._states + self._full
+            return
         if self._hit:
             self._touch(self._hit)
-        dropped = int(self._recomputes)
-        resumed = (int(self._state.prompt[row]) - 1 + dropped) // self._block_size - dropped
-        self._tables[row] = tables = _Tables(self._hit, self._states, self._full, resumed)
+        tables = self._open(row)
         before, tables.places, tables.full_places = tables.places, self._end(tokens), -(-slots // self._block_size)
         new = range(max(before, tables.places - self._drafts - 1), tables.places)
         for place in new:
@@ -422,11 +427,24 @@ class StatesKv(CachingKv):
         self._take(self._states * len(new) + self._full * (tables.full_places - before))
         self._note(row, tables, known_tokens)
 
+    def _open(self, row: int) -> _Tables:
+        """Tables of a request that is admitted with the prefix looked up last, or is no longer short."""
+        short, dropped = row in self._short, int(self._recomputes)
+        resumed = (int(self._state.prompt[row]) - 1 + dropped) // self._block_size - dropped
+        tables = self._tables[row] = _Tables(() if short else self._hit, self._states, self._full, resumed)
+        if short:
+            self._short.remove(row)
+            tables.places = tables.full_places = 1
+            tables.states[0] = ()
+        return tables
+
     def grow(self, row: int, tokens: int, slots: int, processed: int, known_tokens: int) -> bool:
         """Give a request room for ``tokens``, ``slots`` with drafts of the step after; returns whether enough blocks
         are free, after it has given back what it no longer needs: ``processed`` tokens are computed for good. Of its
         tokens ``known_tokens`` are known and computed with this step."""
-        tables, end, full = self._tables[row], self._end(tokens), -(-slots // self._block_size)
+        tables, end, full = self._tables.get(row), self._end(tokens), -(-slots // self._block_size)
+        if tables is None:
+            tables = self._open(row)
         self._retire(tables, processed)
         longer, fuller = end > tables.places, full > tables.full_places
         if longer or fuller:
@@ -518,6 +536,12 @@ class StatesKv(CachingKv):
 
     def release(self, row: int, known_tokens: int) -> None:
         """See KvBlocks."""
+        if row in self._short:
+            if known_tokens < self._block_size:
+                self._short.remove(row)
+                self._give_back((), self._states + self._full)
+                return
+            self._open(row)
         tables = self._tables.pop(row, None)
         if tables is None:
             return
