@@ -86,7 +86,7 @@ def weight_bytes_per_gpu(model: ModelGeometry, parallel: Parallel, gpu: str, sta
     part = model.sliced(parallel.tp)
     not_sliced = model.other_params * model.dtype_bytes + model.other_bytes + model.encoder_bytes
     shared = part.weight_bytes - part.experts_bytes - not_sliced * (1 - 1 / parallel.tp)
-    marlin = start.marlin or not any(name in gpu for name in _HOPPER)
+    marlin = start.marlin or not (model.experts_of_gpt_oss and any(name in gpu for name in _HOPPER))
     experts = model.experts_bytes * _padding(model, parallel, marlin=marlin)
     return shared + experts / max(parallel.ep, parallel.tp)
 

@@ -286,6 +286,12 @@ class ModelGeometry:
         return self.expert_dtype or self.weight_dtype
 
     @property
+    def experts_of_gpt_oss(self) -> bool:
+        """Whether the experts are gpt-oss's: in MXFP4 they have Triton's kernels on Hopper since vLLM 0.12, others
+        Marlin's (0.32, fused_moe/oracle/mxfp4.py)."""
+        return self.hidden == self.expert_intermediate == 2880
+
+    @property
     def dtype_of_attention(self) -> str:
         """Data type of the projections of attention."""
         return self.attention_dtype or self.weight_dtype

@@ -163,7 +163,7 @@ def expert_times(
     Sources in order of preference: the table of this shape and division; the library's (derived from other shapes of a
     type without any table); the table of one GPU, divided except for its fixed part; that of the nearest shape, scaled;
     the roofline of the experts used. ``marlin``: experts in MXFP4 are Marlin's, which on Hopper those of all models are
-    but gpt-oss's, whose kernels the tables have (vLLM 0.32, fused_moe/oracle/mxfp4.py).
+    but gpt-oss's, whose kernels the tables have.
     """
     tp, ep = (1, shape.ep) if shape.ep > 1 else (shape.tp, 1)
     matrices = round(model.expert_params / (model.hidden * model.expert_intermediate))
@@ -172,7 +172,7 @@ def expert_times(
     caveats: tuple[RunWarning, ...] = ()
     sized = wanted._replace(hidden=model.expert_hidden or model.hidden, matrices=model.mlp_matrices)
     on_hopper = dtype == MXFP4 and profile.name in HOPPER
-    if (marlin and dtype == MXFP4) or (on_hopper and wanted not in shapes_measured(profile.name, dtype, 1, 1)):
+    if (marlin and dtype == MXFP4) or (on_hopper and not model.experts_of_gpt_oss):
         named = {"model": model.name, "experts": str(wanted), "device": profile.name}
         if curve := marlin_times(profile, sized, tp, ep):
             named |= {"experts": f"{wanted}, Marlin's kernels"}

@@ -208,7 +208,8 @@ def _check_measured(
         )
 
 
-def _check_backend(moe_backend: str, model: ModelGeometry) -> None:
+def check_backend(moe_backend: str, model: ModelGeometry) -> None:
+    """Raise UsageError for kernels that are unknown, or not those of the model's experts."""
     check_known("kernels of experts (--moe-backend)", moe_backend, MOE_BACKENDS)
     if moe_backend == "marlin" and not (model.experts and model.dtype_of_experts in (MXFP4, "int4")):
         kind = f"experts in {model.dtype_of_experts}" if model.experts else "no experts"
@@ -234,7 +235,7 @@ def load(request: DeviceRequest) -> Device:
     if drafts is not None:
         check_drafts(drafts, named)
     geometry = quantised(named, request.quantization, request.kv_cache_dtype)
-    _check_backend(request.moe_backend, geometry)
+    check_backend(request.moe_backend, geometry)
     request.parallel.check(geometry)
     capacity = requested_capacity(profile, geometry, request)
     measured = _measured(profile, request.model, geometry)

@@ -357,13 +357,14 @@ def checked_server(settings: Mapping[str, Any]) -> str:
 
     Raises UsageError for settings of OF_A_SERVER that it cannot have, before anything is simulated.
     """
-    from ebbench.devices.loader import check_drafts
+    from ebbench.devices.loader import check_backend, check_drafts
     from ebbench.devices.profiles import as_decoder, find_model
 
     model = settings.get("model") or DEFAULT_MODEL
     name = as_decoder(model) if settings.get("assume_decoder") else model
     geometry = find_model(name)
-    quantised(geometry, settings.get("quantization"), settings.get("kv_cache_dtype", "auto"))
+    served = quantised(geometry, settings.get("quantization"), settings.get("kv_cache_dtype", "auto"))
+    check_backend(settings.get("moe_backend", "auto"), served)
     if (drafts := settings.get("speculative")) is not None:
         known = fitted_acceptance(settings.get("workload", ""))
         check_drafts(parse_speculative(with_acceptance(drafts, known)), geometry)

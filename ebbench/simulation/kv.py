@@ -32,11 +32,21 @@ class IdentityNeeded(Exception):  # noqa: N818 - control flow, not an error
 class KvBlocks(ABC):
     """A KV manager as the scheduler uses it; by default no cached block is ever found.
 
-    ``free`` includes cached blocks that no request uses.
+    ``free`` includes cached blocks that no request uses; ``_blank`` of them, which are taken first, cache nothing.
     """
 
     def __init__(self, total: int) -> None:
-        self.total = self.free = total
+        self.total = self.free = self._blank = total
+
+    def _take_blank(self, count: int) -> int:
+        """Take ``count`` blocks, those without cached content first; returns how many are to be taken of the others."""
+        self.free -= count
+        rest = count - self._blank
+        if rest <= 0:
+            self._blank -= count
+            return 0
+        self._blank = 0
+        return rest
 
     def lookup(self, row: int, known_tokens: int) -> Sequence[int]:
         """Cached blocks of the longest prefix of the request; at least its last token remains to be computed."""
@@ -158,7 +168,6 @@ class CachingKv(KvBlocks):
     def __init__(self, state: RequestState, total: int, block_size: int) -> None:
         super().__init__(total)
         self._state, self._block_size = state, block_size
-        self._blank = total
         self._queue: deque[int] = deque()
         self._left: dict[int, int] = {}
         self._numbers = itertools.count()
@@ -256,12 +265,7 @@ class CachingKv(KvBlocks):
 
     def _take(self, blocks: int) -> None:
         """Take so many blocks from the head of the queue, without their cached content."""
-        self.free -= blocks
-        if blocks <= self._blank:
-            self._blank -= blocks
-            return
-        blocks -= self._blank
-        self._blank = 0
+        blocks = self._take_blank(blocks)
         pop, left, key_of, by_key = self._queue.popleft, self._left, self._key_of, self._by_key
         while blocks:
             block = pop()
@@ -580,7 +584,6 @@ class StreamKv(CountingKv):
         super().__init__(state, total, caching=True)
         self._block_size = block_size
         self._content, self._last_of_content = state.content, state.last_of_content
-        self._blank = total  # free blocks without cached content, which are taken first
         self._queue: deque[CachedRun] = deque()  # in eviction order; a run is evicted from its end
         self._unused: CachedRun | None = None  # the queue's last run, if no request will look its blocks up
         self._cached: dict[int, CachedRun] = {}
@@ -606,12 +609,7 @@ class StreamKv(CountingKv):
 
     def take(self, count: int) -> None:
         """See CountingKv."""
-        self.free -= count
-        if count <= self._blank:
-            self._blank -= count
-            return
-        count -= self._blank
-        self._blank = 0
+        count = self._take_blank(count)
         queue = self._queue
         while count:
             run = queue[0]

@@ -93,8 +93,7 @@ def admit_waiting(
             wanted, chunk = chunk, scheduler.up_to_state(row, cached, chunk, most)
             if not chunk:
                 break
-            if wanted > known - cached and chunk < wanted:
-                chunk = 1  # what extends it would not be whole
+            chunk = 1 if known - cached < wanted > chunk else chunk  # what extends it would not be whole
         after = cached + chunk
         slots = min(after + lookahead, longest) if lookahead else after
         if states is not None:

@@ -294,9 +294,10 @@ def _experts(choice: DeploymentChoice, model: str) -> list[str]:
 
 
 def _types(server: EngineOptions) -> str:
-    """The data types that were asked for."""
+    """The data types and kernels that were asked for."""
     cache = "" if server.kv_cache_dtype == "auto" else f", KV cache in {server.kv_cache_dtype}"
-    return (f", weights in {server.quantization}" if server.quantization else "") + cache
+    kernels = "" if server.moe_backend == "auto" else f", experts by {server.moe_backend}'s kernels"
+    return (f", weights in {server.quantization}" if server.quantization else "") + cache + kernels
 
 
 def _caveats(choice: DeploymentChoice, spec: RunSpec) -> list[str]:
@@ -329,7 +330,7 @@ def as_dict(plan: DeploymentPlan) -> dict[str, Any]:
         "vllm_version": _version(spec),
         **{
             name: getattr(spec.server, name)
-            for name in ("quantization", "kv_cache_dtype", "speculative", *ENGINE_ALONE)
+            for name in ("quantization", "kv_cache_dtype", "moe_backend", "speculative", *ENGINE_ALONE)
         },
         "request_rate": demand.rate,
         "scenario": spec.plan.scenario or "poisson",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from ebbench.cli.main import app
 from ebbench.devices import library
-from ebbench.devices.base import Parallel, StepShape
+from ebbench.devices.base import Parallel, StepShape, start_up
+from ebbench.devices.capacity import weight_bytes_per_gpu
 from ebbench.devices.layers import MARLIN_INT4, MARLIN_MXFP4, MXFP4, expert_times, marlin_times
 from ebbench.devices.library import Shape, select
 from ebbench.devices.loader import load_device
@@ -100,6 +102,15 @@ def test_other_models_have_them_on_hopper_in_any_case(tmp_path: Path) -> None:
     assert "8 of 128 experts of 4096 x 1536, Marlin's kernels) were not measured on h200: those of 16 of 896" in told[0]
 
 
+def test_their_weights_are_padded_as_marlin_wants_them(tmp_path: Path) -> None:
+    """192 columns of each of eight GPUs become 256; Triton's, gpt-oss's on Hopper, would stay."""
+    model = find_model(str(write(tmp_path, MIXTURE | QUARK)))
+    hopper, other = (
+        weight_bytes_per_gpu(model, Parallel(tp=8), gpu, start_up()) for gpu in ("NVIDIA H200", "NVIDIA L40S")
+    )
+    assert hopper == other > model.experts_bytes / 8 * 256 / 192
+
+
 @pytest.mark.usefixtures("without_library")
 def test_without_the_library_the_run_says_what_is_too_fast() -> None:
     said = [str(text) for text in load_device("h200", "gpt-oss-120b", moe_backend="marlin").warnings]
@@ -115,6 +126,18 @@ def test_without_the_library_the_run_says_what_is_too_fast() -> None:
 def test_experts_that_it_is_not_for_are_refused(model: str, reason: str) -> None:
     with pytest.raises(UsageError, match=rf"is for experts in MXFP4 or INT4: {reason}; leave it out$"):
         load_device("h200", model, moe_backend="marlin")
+
+
+def test_a_plan_says_the_kernels_and_refuses_models_without_them() -> None:
+    def plan(model: str) -> Result:
+        words = ["plan", "balanced", "--input-len", "32", "--output-len", "8", "--model", model, "--device", "h200"]
+        words += ["--instance", "tp=1", "--policy", "v1", "--goodput", "ttft:9000", "--request-rate", "1"]
+        return CliRunner().invoke(app, [*words, "--moe-backend", "marlin", "--json"])
+
+    assert json.loads(plan("gpt-oss-120b").stdout)["moe_backend"] == "marlin"
+    refused = plan("qwen3-8b")
+    assert refused.exit_code == 2
+    assert "qwen3-8b has no experts" in " ".join(refused.output.split())
 
 
 @pytest.mark.parametrize("command", [["devices", "show", "h200"], ["run", "sharegpt", "--device", "h200"]])
